@@ -1,0 +1,101 @@
+"""Evaluates a run from its folder alone: validation loss, cache report, and text after given prompts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+
+from kvjax.config import ConfigError, require
+from kvjax.evaluation import cache_report, run
+from kvjax.evaluation.text import stream_text
+from kvjax.sampling import check_settings
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to evaluate."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Folder of the run."""
+    step: int | None = None
+    """Checkpoint to evaluate; None: the newest."""
+    batches: int | None = None
+    """Validation batches, spread evenly over the held-out split; None: all of it, 0: no validation."""
+    overwrite: bool = False
+    """Replaces results of an earlier evaluation of the same step."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to continue; give it several times for a batch."""
+    samples: int = 1
+    """Continuations of each prompt."""
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    """0: always the most likely token."""
+    top_k: int = 0
+    """Draws from the k most likely tokens; 0: off."""
+    top_p: float = 1.0
+    """Draws from the fewest tokens whose probabilities add up to this; 1: off."""
+    min_p: float = 0.0
+    """Draws from tokens at least this share as likely as the most likely one; 0: off."""
+    seed: int = 0
+
+
+def main(command_line: list[str]) -> None:
+    """Restores the run, measures it, and continues the prompts."""
+    arguments = tyro.cli(Arguments, args=command_line, prog="eval.py", description=__doc__)
+    check(arguments)
+    restored = run.restore(arguments.run_dir, arguments.step)
+    console.print(f"{arguments.run_dir}, step {restored.step}")
+    cache = cache_report.report(restored.config.model)
+    if arguments.batches != 0:
+        results = run.validation_loss(restored, arguments.batches)
+        for name, value in results.items():
+            console.print(f"{name.replace('_', ' '):<16}{value:,.4f}".removesuffix(".0000"))
+    console.print(cache_report.table(cache))
+    if arguments.batches != 0:
+        path = run.write(arguments.run_dir, restored.step, arguments.batches, results, cache, arguments.overwrite)
+        console.print(f"written to {path}", soft_wrap=True)
+    if arguments.prompt:
+        show_text(restored, arguments)
+
+
+def check(arguments: Arguments) -> None:
+    """Raises ConfigError on settings that make no sense, before anything is computed."""
+    check_settings(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+    for name in ("samples", "max_new_tokens"):
+        require(getattr(arguments, name) > 0, f"{name} is {getattr(arguments, name)}: it must be 1 or more")
+    require((arguments.batches or 0) >= 0, f"batches is {arguments.batches}: it must be 0 (no validation) or more")
+
+
+def show_text(restored: run.Restored, arguments: Arguments) -> None:
+    """Continues all prompts in one batch: the first is shown as its text comes, the others after it."""
+    prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
+    others = [""] * (len(prompts) - 1)
+    console.rule()
+    print(prompts[0], end="", flush=True)
+    with jax.set_mesh(restored.mesh):
+        for first, *rest in stream_text(
+                restored.model, restored.params, restored.tokenizer, prompts, seed=arguments.seed,
+                max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature,
+                top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p):
+            print(first, end="", flush=True)
+            others = [text + new for text, new in zip(others, rest, strict=True)]
+    print()
+    for prompt, text in zip(prompts[1:], others, strict=True):
+        console.rule()
+        print(prompt + text)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,146 @@
+"""Softmax attention in mergeable parts: every part carries its output and its log-sum-exp.
+
+Attention over rows and over blocks of a cache are separate parts, merged exactly; so a cache is read in place,
+block by block, and never concatenated with new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.attention.masks import Mask
+
+MASKED = -1e30
+"""Score of an unseen key: finite, so that fully masked rows stay free of NaN and vanish when merged."""
+
+QUERY_BLOCK = 512
+"""Queries whose scores are held at once; sequences up to this length are done in one piece."""
+GROUPS = 4
+"""Runs of blocks, each as long as the keys that its last block sees: 5/8 of the full products instead of all."""
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys."""
+
+    out: Array
+    """[B, T, H, value width] float32: normalised over the keys of this part."""
+    lse: Array
+    """[B, T, H] float32: log of the sum of exponentiated scores."""
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the keys of both parts (exact)."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+    weigh = lambda part: part.out * jnp.exp(part.lse - lse)[..., None]  # noqa: E731
+    return Partial(weigh(a) + weigh(b), lse)
+
+
+def dot_scores(queries: Array, keys: Array) -> Array:
+    """Float32 scores [B, H, T, S] of queries [B, T, H, d] and keys [B, S, G, d], G dividing H."""
+    batch, length, heads, width = queries.shape
+    groups = keys.shape[2]
+    grouped = queries.reshape(batch, length, groups, heads // groups, width)
+    scores = jnp.einsum("btghd,bsgd->bghts", grouped, keys, preferred_element_type=jnp.float32)
+    return scores.reshape(batch, heads, length, keys.shape[1])
+
+
+def dot_values(weights: Array, values: Array) -> Array:
+    """Float32 outputs [B, T, H, d] of weights [B, H, T, S] and values [B, S, G, d], G dividing H."""
+    batch, heads, length, keys = weights.shape
+    groups, width = values.shape[2:]
+    grouped = weights.reshape(batch, groups, heads // groups, length, keys).astype(values.dtype)
+    out = jnp.einsum("bghts,bsgd->btghd", grouped, values, preferred_element_type=jnp.float32)
+    return out.reshape(batch, length, heads, width)
+
+
+def attend(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    mask: Mask,
+    scale: float,
+    *,
+    scores: Callable[[Any, Any], Array] = dot_scores,
+    combine: Callable[[Any, Any], Array] = dot_values,
+) -> Partial:
+    """Softmax attention whose memory is bounded in the sequence length.
+
+    Args:
+        queries: array or tree of arrays [B, T, ...].
+        keys, values: arrays or trees of arrays [B, S, ...].
+        mask: visibility of keys to queries.
+        scale: factor on the scores.
+        scores: (queries, keys) -> float32 [B, H, T, S].
+        combine: (weights [B, H, T, S], values) -> float32 [B, T, H, value width].
+    """
+    def dense(queries, keys, values, mask):
+        return _softmax(scores(queries, keys) * scale, values, mask, combine)
+
+    length = mask.query_order.shape[-1]
+    if length <= QUERY_BLOCK:
+        return dense(queries, keys, values, mask)
+    parts = []
+    for rows in _row_groups(length):
+        seen = _keys_seen(rows, mask)
+        parts.append(_in_blocks(dense, _cut(queries, rows), _cut(keys, seen), _cut(values, seen), mask.block(rows, seen)))
+    return Partial(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
+
+
+def _cut(tree: Any, where: slice) -> Any:
+    return jax.tree.map(lambda x: x[:, where], tree)
+
+
+def _row_groups(length: int) -> list[slice]:
+    """Runs of whole blocks of queries, the odd rest last. Early ones see few keys, so causal attention costs less."""
+    whole = length // QUERY_BLOCK * QUERY_BLOCK
+    size = -(-whole // (QUERY_BLOCK * GROUPS)) * QUERY_BLOCK
+    starts = [*range(0, whole, size), *([whole] if whole < length else [])]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+
+
+def _keys_seen(rows: slice, mask: Mask) -> slice:
+    """The keys that a group of queries can see at all, as far as that is known before running."""
+    if not mask.own:
+        return slice(0, mask.key_order.shape[-1])
+    start = 0 if mask.window is None else max(0, rows.start - mask.window + 1)
+    return slice(start, rows.stop)
+
+
+def _in_blocks(dense: Callable[..., Partial], queries: Any, keys: Any, values: Any, mask: Mask) -> Partial:
+    """Attention of whole blocks of queries, one after another.
+
+    Each is rematerialised: the backward pass holds one block of scores, as the forward pass does.
+    """
+    block = jax.checkpoint(dense, prevent_cse=False)
+    blocks = mask.query_order.shape[-1] // QUERY_BLOCK
+    if blocks <= 1:
+        return block(queries, keys, values, mask)
+
+    def stacked(x: Array | None, axis: int) -> Array | None:
+        if x is None:
+            return None
+        axis %= x.ndim
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, QUERY_BLOCK, *x.shape[axis + 1:]), axis, 0)
+
+    def step(_, inputs):
+        queries, order, segments = inputs
+        return None, block(queries, keys, values, mask.replace(query_order=order, query_segments=segments))
+
+    inputs = (jax.tree.map(lambda x: stacked(x, 1), queries), stacked(mask.query_order, -1),
+              stacked(mask.query_segments, -1))
+    _, parts = jax.lax.scan(step, None, inputs)
+    return Partial(*(jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in parts))
+
+
+def _softmax(scores: Array, values: Any, mask: Mask, combine: Callable) -> Partial:
+    scores = jnp.where(mask.dense()[:, None], scores, MASKED)
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    out = combine(weights, values) / jnp.moveaxis(total, 1, 2)
+    return Partial(out, jnp.moveaxis((top + jnp.log(total))[..., 0], 1, 2))

@@ -1,0 +1,174 @@
+"""What an attention variant is: its components, its weights, and how queries attend to rows or to a cache.
+
+A variant is a registered frozen dataclass of sizes with pure functions of weights: no framework, no state.
+Training, prefill and decoding run the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from kvjax.attention.components import Component
+from kvjax.attention.masks import Mask
+from kvjax.attention.partials import Partial
+from kvjax.attention.rotary import rotate
+from kvjax.config import Variant
+
+Weights = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Param:
+    """Declaration of one weight: everything that is known before it exists."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    """Logical axis of each dimension (`kvjax.sharding` maps them to mesh axes)."""
+    init: Callable[..., Array]
+    """(key, shape, dtype) -> initial value."""
+
+    def stacked(self, layers: int) -> Param:
+        """The same weight for each of `layers` scanned layers, with a leading axis; each is initialised on its own."""
+        def init(key, shape, dtype=jnp.float32):
+            return jax.vmap(lambda k: self.init(k, self.shape, dtype))(jax.random.split(key, shape[0]))
+        return Param((layers, *self.shape), ("layers", *self.axes), init)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer is told about its place in the model: static sizes only."""
+
+    width: int
+    """D, the width of its input."""
+    writes: tuple[Component, ...]
+    reads: tuple[Component, ...]
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    output_init: float = 0.0
+
+
+@struct.dataclass
+class View:
+    """Tokens that may be attended to: this call's rows, or one block of a cache."""
+
+    entries: dict[str, tuple[Array, ...]]
+    """Component name -> the entries that the layer reads, each [B, S, *features]."""
+    positions: Array
+    """[B, S] logical positions."""
+    mask: Mask
+
+    def __getitem__(self, name: str) -> Array:
+        """The one entry of a component that does not accumulate, [B, S, *features]."""
+        (entry,) = self.entries[name]
+        return entry
+
+
+def fan_in(size: int, scale: float = 1.0) -> Callable[..., Array]:
+    """Normal initial values of standard deviation scale / sqrt(size)."""
+    return jax.nn.initializers.normal(scale * size**-0.5) if scale else jax.nn.initializers.zeros
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32, returned in x's type."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def project(x: Array, weight: Array) -> Array:
+    """[B, T, D] times [D, *features] -> [B, T, *features]."""
+    return jnp.tensordot(x, weight, axes=1)
+
+
+class Attention(Variant):
+    """Base of attention variants. Subclasses are frozen dataclasses, registered by `kvjax.register`.
+
+    They have sizes `heads` and `head_dim` (query heads and value width of a head), and implement `components`,
+    `query_shapes`, `queries` and `partial`; the rest has defaults that suit most variants.
+    """
+
+    heads: int
+    head_dim: int
+
+    def components(self) -> tuple[Component, ...]:
+        """The components that a layer of its own keeps per token."""
+        raise NotImplementedError
+
+    def query_shapes(self, layer: Layer) -> dict[str, Param]:
+        """The weights that make queries."""
+        raise NotImplementedError
+
+    def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> Any:
+        """Queries of x [B, T, D] in whatever form `partial` takes, T on axis 1 of every array."""
+        raise NotImplementedError
+
+    def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Any, view: View) -> Partial:
+        """Attention of the queries to a view; `path` holds the weights of the group's layers up to this one."""
+        raise NotImplementedError
+
+    def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Any, view: View) -> Partial:
+        """`partial` for a view of the cache, equal to it, but working on the cached components as they are."""
+        return self.partial(layer, path, queries, view)
+
+    def projection_init(self, shape: tuple[int, ...]) -> Callable[..., Array]:
+        """Initial values of an input projection [D, *features]."""
+        return fan_in(shape[0])
+
+    def shapes(self, layer: Layer) -> dict[str, Param]:
+        """All weights of one layer, by the names and layouts of the method's definition."""
+        output = Param((self.heads, self.head_dim, layer.width), ("heads", None, "embed"),
+                       fan_in(self.heads * self.head_dim, layer.output_init))
+        return self.query_shapes(layer) | self.row_shapes(layer) | {"o_proj": output}
+
+    def projection(self, width: int, features: tuple[int, ...], axes: tuple[str | None, ...]) -> Param:
+        """Declares an input projection [D, *features] whose features have logical `axes`."""
+        shape = (width, *features)
+        return Param(shape, ("embed", *axes), self.projection_init(shape))
+
+    def row_shapes(self, layer: Layer) -> dict[str, Param]:
+        """The weights that make the layer's components."""
+        shapes = {}
+        for name, parts in _by_param(layer.writes).items():
+            features = list(parts[0].features)
+            features[parts[0].axis] = sum(c.features[c.axis] for c in parts)
+            axes = tuple("kv_heads" if i == parts[0].head_axis and n > 1 else None for i, n in enumerate(features))
+            shapes[name] = self.projection(layer.width, tuple(features), axes)
+            if parts[0].norm:
+                shapes[parts[0].norm] = Param((features[-1],), (None,), jax.nn.initializers.ones)
+        return shapes
+
+    def rows(self, layer: Layer, weights: Weights, x: Array, positions: Array,
+             handed: dict[str, Array]) -> dict[str, Array]:
+        """The components that the layer writes for x [B, T, D]: {name: [B, T, *features]}.
+
+        `handed` holds the latest entries of components that earlier layers made.
+        """
+        rows = {}
+        for name, parts in _by_param(layer.writes).items():
+            y = project(x, weights[name])
+            if parts[0].norm:
+                y = rms_norm(y, weights[parts[0].norm], layer.norm_eps)
+            if parts[0].rotate:
+                y = rotate(y, positions, layer.rope_base)
+            rows |= _split(y, parts)
+        return rows
+
+
+def _by_param(components: tuple[Component, ...]) -> dict[str, list[Component]]:
+    groups: dict[str, list[Component]] = {}
+    for component in components:
+        groups.setdefault(component.param, []).append(component)
+    return groups
+
+
+def _split(y: Array, parts: list[Component]) -> dict[str, Array]:
+    axis = parts[0].axis % len(parts[0].features) + 2
+    ends = [sum(c.features[c.axis] for c in parts[: i + 1]) for i in range(len(parts) - 1)]
+    return dict(zip((c.name for c in parts), jnp.split(y, ends, axis=axis), strict=True))

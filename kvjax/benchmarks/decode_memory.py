@@ -1,0 +1,83 @@
+"""Compiled memory of a decode step on a TPU, without a TPU.
+
+    python -m kvjax.benchmarks.decode_memory
+
+Shows, for each variant, how many bytes the compiler keeps beside the cache while one token, or 16 tokens in one loop,
+are decoded for every row. A decode step that copied its cache would show as 100 % or more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from kvjax.ahead_of_time import single_device_mesh, tpu_devices
+from kvjax.attention import Attention, GroupedQuery, Kronecker
+from kvjax.cache import Cache, init_cache
+from kvjax.config import ModelConfig
+from kvjax.decoding import decode
+from kvjax.model import abstract_parameters, build_model
+from kvjax.sharding import named
+
+VARIANTS: dict[str, Attention] = {
+    "mha": GroupedQuery(heads=32, kv_heads=32, head_dim=128),
+    "gqa": GroupedQuery(heads=32, kv_heads=8, head_dim=128),
+    "mqa": GroupedQuery(heads=32, kv_heads=1, head_dim=128),
+    "kpa": Kronecker(h1=4, h2=2, d1=8, d2=16),
+    "kpa dense query": Kronecker(h1=4, h2=2, d1=8, d2=16, dense_query=True),
+    "tpa": Kronecker(h1=32, h2=1, d1=1, d2=128),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the decode step: those of DESIGN's layout table."""
+
+    layers: int = 16
+    batch: int = 8
+    length: int = 4096
+    topology: str = "v5e:2x2"
+
+
+def decode_tokens(model, count: int, params, tokens, cache: Cache):
+    """Greedy decoding of `count` tokens for every row, in one loop."""
+    def step(_, state):
+        tokens, cache = state
+        logits, cache = decode(model, params, tokens, cache, last_only=True)
+        return logits.argmax(-1).astype(tokens.dtype)[:, None], cache
+    return jax.lax.fori_loop(0, count, step, (tokens, cache)) if count > 1 else step(0, (tokens, cache))
+
+
+def compiled_memory(variant: Attention, shape: Shape, count: int) -> tuple[int, int]:
+    """(bytes of the cache, bytes of temporaries) of the compiled decode step of `count` tokens."""
+    config = ModelConfig(attention=variant, vocab_size=1024, layers=shape.layers, width=1024, feed_forward_width=1024)
+    mesh = single_device_mesh(tpu_devices(shape.topology)[0])
+    place = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=named(mesh))  # noqa: E731
+    params = jax.tree.map(partial(place, jnp.bfloat16), abstract_parameters(config))
+    cache = jax.eval_shape(partial(init_cache, config, shape.batch, shape.length))
+    tokens = jax.ShapeDtypeStruct((shape.batch, 1), jnp.int32)
+    run = jax.jit(partial(decode_tokens, build_model(config), count), donate_argnums=2)
+    compiled = run.lower(params, *jax.tree.map(partial(place, None), (tokens, cache))).compile()
+    return cache.nbytes, compiled.memory_analysis().temp_size_in_bytes
+
+
+def main(shape: Shape) -> None:
+    """Compiles every variant and prints its table."""
+    table = Table("variant", "cache MiB", "1 token: temp MiB", "of cache", "16 in a loop: temp MiB", "of cache")
+    for name, variant in VARIANTS.items():
+        cells = []
+        for count in (1, 16):
+            cache, temp = compiled_memory(variant, shape, count)
+            cells += [f"{temp / 2**20:.1f}", f"{temp / cache:.2%}"]
+        table.add_row(name, f"{cache / 2**20:.0f}", *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Shape, description=__doc__))

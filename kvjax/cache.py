@@ -1,0 +1,233 @@
+"""The key-value cache: a pure pytree that holds the components of the plan and nothing else.
+
+Stored tokens-minor, [slots, B, F, S]: tokens fill the lanes of a TPU tile whatever the size of a head, and a block of
+tokens is read in place. F is the flattened features, head axis first, so that splitting it over devices splits heads.
+The past is read through a handle (component, slot, block) and new rows of all layers are written once, after the last.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from kvjax.attention.components import Component
+from kvjax.attention.masks import Mask
+from kvjax.attention.sharing import make_plan
+from kvjax.attention.variant import View
+from kvjax.config import ConfigError, ModelConfig, require
+from kvjax.sharding import constrain, per_device, pin_layout
+
+BLOCK = 512
+"""Tokens of the cache read at once; capacities are whole blocks."""
+LANES = 128
+"""Tokens per tile: a cache shorter than a block is rounded up to this."""
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def block_size(length: int) -> int:
+    """Tokens of one block of a component that holds `length` tokens."""
+    return min(BLOCK, _round_up(length, LANES))
+
+
+def capacity(length: int) -> int:
+    """Tokens that a cache made for `length` tokens has room for: whole blocks."""
+    return _round_up(length, block_size(length))
+
+
+@struct.dataclass
+class Cache:
+    """Cached components of a batch of sequences. Rows may have different lengths."""
+
+    components: dict[str, Array]
+    """Name -> [slots, B, F, S]."""
+    lengths: Array
+    """[B] int32: tokens held for each row, which is also the position of its next token."""
+    overflowed: Array
+    """[B] bool: more tokens were appended than there is room for; they were dropped, and what follows is wrong."""
+    table: tuple[Component, ...] = struct.field(pytree_node=False)
+    capacity: int = struct.field(pytree_node=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all components as allocated."""
+        return sum(c.size * c.dtype.itemsize for c in self.components.values())
+
+    def append(self, rows: dict[str, Array], counts: Array | None = None) -> Cache:
+        """Writes new rows of every slot.
+
+        Args:
+            rows: {name: [slots, B, T, *features]}.
+            counts: [B], how many of the T tokens are real, the first ones; None: all.
+        Raises:
+            ValueError: when it is known before running that they do not fit.
+        """
+        batch, length = self.lengths.shape[0], next(iter(rows.values())).shape[2]
+        counts = jnp.full((batch,), length, jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
+        self._refuse_overflow(length, counts)
+        stored = {c.name: to_stored(c, rows[c.name]).astype(self.components[c.name].dtype) for c in self.table}
+        axes = {c.name: stored_axes(c) for c in self.table}
+        arguments = self.components, stored, self.lengths, counts
+        write = per_device(self._write, (axes, axes, ("batch",), ("batch",)), axes, arguments)
+        total = self.lengths + counts
+        return self.replace(
+            components=write(*arguments),
+            lengths=jnp.minimum(total, self.capacity), overflowed=self.overflowed | (total > self.capacity))
+
+    def _refuse_overflow(self, length: int, counts: Array) -> None:
+        if length > self.capacity:
+            raise ValueError(f"{length} new tokens do not fit a cache of {self.capacity}: init_cache with a larger max_length")
+        if isinstance(self.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+            return
+        longest = int((self.lengths + counts).max())
+        if longest > self.capacity:
+            raise ValueError(f"the cache has room for {self.capacity} tokens and would hold {longest}: "
+                             f"init_cache with max_length of at least {longest}")
+
+    def _write(self, components, rows, lengths, counts):
+        # Read-modify-write of one row's window at a time: it stays in place, where a scatter copies the cache.
+        def write_row(row, components):
+            return {c.name: _write_window(components[c.name], rows[c.name], row, lengths[row], counts[row],
+                                          ring=c.window is not None) for c in self.table}
+        return jax.lax.fori_loop(0, lengths.shape[0], write_row, components)
+
+    def past(self, name: str) -> Past:
+        """The handle to everything stored so far, blocked and numbered as component `name` is."""
+        component = next(c for c in self.table if c.name == name)
+        return Past(self, component.window is not None, self.components[name].shape[-1])
+
+
+@struct.dataclass
+class Past:
+    """Handle to the stored tokens of components that share a window; blocks are read when asked for."""
+
+    cache: Cache
+    ring: bool = struct.field(pytree_node=False)
+    size: int = struct.field(pytree_node=False)
+
+    @property
+    def block(self) -> int:
+        """Tokens per block."""
+        return block_size(self.size)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the whole capacity."""
+        return self.size // self.block
+
+    def holds(self, block: Array | int) -> Array:
+        """Scalar bool: some row has tokens in this block."""
+        return jnp.max(self.cache.lengths) > block * self.block
+
+    def view(self, block: Array | int, slots: dict[str, tuple], query_positions: Array, window: int | None,
+             dtype) -> View:
+        """One block as the queries at `query_positions` [B, T] see it; `slots` says which entries to read."""
+        table = {c.name: c for c in self.cache.table}
+        entries = {name: tuple(self._read(table[name], slot, block).astype(dtype) for slot in ids)
+                   for name, ids in slots.items()}
+        positions, valid = self._positions(block)
+        return View(entries, positions, Mask(query_positions, positions, valid=valid, window=window))
+
+    def _read(self, component: Component, slot: Array | int, block: Array | int) -> Array:
+        stored = self.cache.components[component.name]
+        sizes = (1, *stored.shape[1:3], self.block)
+        read = jax.lax.dynamic_slice(stored, (slot, 0, 0, block * self.block), sizes)
+        return from_stored(component, pin_layout(read, *stored_axes(component)))[0]
+
+    def _positions(self, block: Array | int) -> tuple[Array, Array]:
+        slot = block * self.block + jnp.arange(self.block)
+        lengths = self.cache.lengths[:, None]
+        if not self.ring:
+            return jnp.broadcast_to(slot, (lengths.shape[0], self.block)), slot < lengths
+        newest = lengths - 1  # a ring of S slots keeps position p in slot p mod S
+        positions = newest - (newest - slot) % self.size
+        return positions, positions >= 0
+
+
+def stored_axes(component: Component) -> tuple[str | None, ...]:
+    """Logical axes of a stored component [slots, B, F, S]; a single head is not split."""
+    heads = 1 if component.head_axis is None else component.features[component.head_axis]
+    return (None, "batch", "kv_heads" if heads > 1 else None, None)
+
+
+def to_stored(component: Component, rows: Array) -> Array:
+    """[slots, B, T, *features] -> [slots, B, F, T]."""
+    if component.head_axis:
+        rows = jnp.moveaxis(rows, 3 + component.head_axis, 3)
+    return jnp.swapaxes(rows.reshape(*rows.shape[:3], component.size), 2, 3)
+
+
+def from_stored(component: Component, stored: Array) -> Array:
+    """[slots, B, F, T] -> [slots, B, T, *features]."""
+    features = list(component.features)
+    if component.head_axis:
+        features.insert(0, features.pop(component.head_axis))
+    rows = jnp.moveaxis(stored.reshape(*stored.shape[:2], *features, stored.shape[3]), -1, 2)
+    return jnp.moveaxis(rows, 3, 3 + component.head_axis) if component.head_axis else rows
+
+
+def _write_window(stored: Array, rows: Array, row: Array, start: Array, count: Array, ring: bool) -> Array:
+    """Writes the first `count` tokens of one batch row behind its `start` stored ones."""
+    size, new = stored.shape[3], jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=1)
+    if not ring:
+        return _place(stored, new, row, start, count)
+    if new.shape[3] > size:  # only the last of them survive
+        skipped = jnp.clip(count - size, 0, new.shape[3] - size)
+        new = jax.lax.dynamic_slice_in_dim(new, skipped, size, axis=3)
+        start, count = start + skipped, count - skipped
+    at = start % size
+    stored = _place(stored, new, row, at, count)
+    return stored if new.shape[3] == 1 else _place(stored, new, row, at - size, count)  # what wraps round
+
+
+def _place(stored: Array, new: Array, row: Array, at: Array, count: Array) -> Array:
+    """Sets tokens at .. at + count of one batch row, as far as they lie inside; the rest of the window is kept."""
+    length = new.shape[3]
+    start = jnp.clip(at, 0, stored.shape[3] - length)
+    shift = at - start
+    token = jnp.arange(length) - shift
+    where = (0, row, 0, start)
+    old = jax.lax.dynamic_slice(stored, where, new.shape)
+    moved = new if length == 1 else jnp.roll(new, shift, axis=3)
+    return jax.lax.dynamic_update_slice(stored, jnp.where((token >= 0) & (token < count), moved, old), where)
+
+
+def init_cache(config: ModelConfig, batch: int, max_length: int, dtype=None) -> Cache:
+    """An empty cache.
+
+    Args:
+        config: the model's architecture.
+        batch: sequences.
+        max_length: tokens each may reach, prompt and generated ones together; rounded up to whole blocks.
+        dtype: element type; None: the model's compute type.
+    Raises:
+        ConfigError: batch or max_length below 1.
+    """
+    require(batch > 0 and max_length > 0, f"init_cache(batch={batch}, max_length={max_length}): both must be above 0")
+    plan, dtype = make_plan(config), jnp.dtype(config.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f"init_cache(dtype={dtype}): choose a floating type")
+    room = capacity(max_length)
+    def allocate(c: Component) -> Array:
+        tokens = room if c.window is None else min(room, capacity(c.window))
+        return constrain(jnp.zeros((plan.slots(c.name), batch, prod(c.features), tokens), dtype), *stored_axes(c))
+    return Cache({c.name: allocate(c) for c in plan.cached}, jnp.zeros((batch,), jnp.int32),
+                 jnp.zeros((batch,), bool), plan.cached, room)
+
+
+def cache_bytes_per_token(config: ModelConfig, dtype=None, length: int | None = None) -> float:
+    """Bytes cached per token of context over the whole model, from the plan, for sequences of `length` tokens.
+
+    `dtype` defaults to the compute type, `length` to the context length; it matters only where windows limit what
+    is kept. An allocated cache holds this times its capacity, exactly.
+    """
+    length = config.context_length if length is None else length
+    require(length > 0, f"cache_bytes_per_token(length={length}): it must be above 0")
+    itemsize = jnp.dtype(config.dtype if dtype is None else dtype).itemsize
+    return make_plan(config).elements(length) * itemsize / length

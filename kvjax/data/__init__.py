@@ -1,0 +1,1 @@
+"""Text to batches: sources, tokenizers, token arrays, packing, the Grain pipeline, and the `prepare` command."""

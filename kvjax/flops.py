@@ -1,0 +1,37 @@
+"""Floating-point operations of a model, counted from its configuration."""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+
+from kvjax.attention.sharing import make_plan
+from kvjax.config import ModelConfig
+from kvjax.model.parameters import parameters
+
+
+def multiplied_weights(config: ModelConfig) -> int:
+    """Weights that every token is multiplied with: all matrices, the embedding only where it also makes the logits."""
+    matrices = {jax.tree_util.keystr(path): p for path, p in jax.tree.leaves_with_path(parameters(config))
+                if sum(axis != "layers" for axis in p.axes) >= 2}
+    if not config.tie_embeddings:
+        del matrices["['embedding']"]
+    return sum(prod(p.shape) for p in matrices.values())
+
+
+def keys_seen(length: int, window: int | None) -> float:
+    """Mean number of keys that a query of a sequence of `length` tokens sees."""
+    near = length if window is None else min(window, length)
+    return (near * (near + 1) / 2 + (length - near) * near) / length
+
+
+def training_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Operations of one training step per token, for sequences of `length` tokens.
+
+    Forward pass and twice that for the backward pass; a multiply and an add count as two. Counted are weight products
+    and the attention that is not masked; not counted are norms, rotations, recomputation and the rebuilding of keys.
+    """
+    attention = sum(segment.depth * keys_seen(length, segment.window) for segment in make_plan(config).segments)
+    attention *= 2 * 2 * config.attention.heads * config.attention.head_dim
+    return 3 * (2 * multiplied_weights(config) + attention)

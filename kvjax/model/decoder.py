@@ -1,0 +1,269 @@
+"""The decoder-only language model: thin Linen shells around pure functions of weights.
+
+One body serves training, prefill and decoding; a call with a cache reads it through handles and returns the new rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from kvjax.attention.components import latest
+from kvjax.attention.masks import own_tokens
+from kvjax.attention.partials import Partial, merge
+from kvjax.attention.sharing import make_plan
+from kvjax.attention.variant import Param, View, rms_norm
+from kvjax.cache import Cache
+from kvjax.config import ModelConfig, require
+from kvjax.model.parameters import Table, group_table, layer_spec, outer_table
+from kvjax.sharding import constrain, pin_layout
+
+STREAM = ("batch", "length", None)
+
+REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+         "full": jax.checkpoint_policies.nothing_saveable}
+
+
+@struct.dataclass
+class Context:
+    """What is the same for all layers of a call."""
+
+    positions: Array
+    """[B, T]."""
+    segment_ids: Array | None = None
+    """[B, T]."""
+    cache: Cache | None = None
+
+
+class Weights(nn.Module):
+    """Turns a table of declarations into parameters; sub-tables become sub-modules."""
+
+    table: Table
+
+    @nn.compact
+    def __call__(self) -> dict[str, Any]:
+        def one(name: str, entry: Param | Table):
+            if isinstance(entry, Param):
+                return self.param(name, entry.init, entry.shape, jnp.float32)
+            return Weights(entry, name=name)()
+        return {name: one(name, entry) for name, entry in self.table.items()}
+
+
+class Group(nn.Module):
+    """The layers of one group, unrolled: the body of the layer scan."""
+
+    config: ModelConfig
+    segment: int
+
+    @nn.compact
+    def __call__(self, x: Array, index: Array, context: Context, handed: dict) -> tuple[Array, dict]:
+        """Runs group `index` on the stream [B, T, D]; returns it with the rows made, {name: [per group, B, T, ...]}."""
+        attention = GroupAttention(self.config, self.segment, index, context, handed)
+        for j in range(len(attention.segment.layers)):
+            weights = self._weights(j, decoding=context.cache is not None)
+            y = rms_norm(x, weights["attention_norm"], self.config.norm_eps)
+            x = constrain(x + self.dropout(attention.step(weights["attention"], y)), *STREAM)
+            y = rms_norm(x, weights["feed_forward_norm"], self.config.norm_eps)
+            x = constrain(x + self.dropout(feed_forward(weights["feed_forward"], y)), *STREAM)
+        return x, {name: jnp.stack(rows) for name, rows in attention.made.items()}
+
+    def _weights(self, index: int, decoding: bool) -> dict[str, Any]:
+        name = f"layer_{index}"
+        table = group_table(self.config, self.segment)[name]
+        weights = jax.tree.map(lambda w: w.astype(self.config.dtype), Weights(table, name=name)())
+        return jax.tree.map(in_place, weights, table) if decoding else weights
+
+    def dropout(self, x: Array) -> Array:
+        return dropout(self, self.config.dropout, x)
+
+
+class GroupAttention:
+    """Runs the attention of a group's layers in turn, and keeps what they make for each other."""
+
+    def __init__(self, config: ModelConfig, segment: int, index: Array, context: Context, handed: dict):
+        self.config, self.plan = config, make_plan(config)
+        self.number, self.segment = segment, self.plan.segments[segment]
+        self.index, self.context, self.handed = index, context, handed
+        self.made: dict[str, list[Array]] = {}
+        self.path: tuple[dict, ...] = ()
+
+    def step(self, weights: dict[str, Array], x: Array) -> Array:
+        """Attention of the next layer on its normed input x [B, T, D] -> [B, T, D]."""
+        variant, layer = self.config.attention, layer_spec(self.config, self.number, len(self.path))
+        self.path = (*self.path, weights)
+        queries = variant.queries(layer, weights, x, self.context.positions)
+        available = self.handed | {name: rows[-1] for name, rows in self.made.items()}
+        for name, row in variant.rows(layer, weights, x, self.context.positions, available).items():
+            self.made.setdefault(name, []).append(row)
+        result = variant.partial(layer, self.path, queries, self._own_view())
+        if self.context.cache is not None:
+            result = self._attend_past(layer, queries, result)
+        out = result.out.astype(x.dtype)
+        return jnp.einsum("bthd,hde->bte", out, weights["o_proj"])
+
+    def _route(self, name: str, own: list, before) -> tuple:
+        return latest(tuple(own), before, self.plan.component(name).cumulative)
+
+    def _own_view(self) -> View:
+        entries = {name: self._route(name, self.made.get(name, []), self.handed.get(name)) for name in self.segment.reads}
+        positions = self.context.positions
+        return View(entries, positions, own_tokens(positions.shape[1], self.context.segment_ids, self.segment.window))
+
+    def _attend_past(self, layer, queries, result: Partial) -> Partial:
+        variant, positions = self.config.attention, self.context.positions
+        past = self.context.cache.past(self.segment.reads[0])
+        slots = {name: self._slots(name) for name in self.segment.reads}
+
+        def attend_block(block, result):
+            view = past.view(block, slots, positions, self.segment.window, self.config.dtype)
+            return merge(result, variant.absorbed(layer, self.path, queries, view))
+
+        def step(block, result):
+            # A conditional, not a shorter loop: loops of unknown length have no gradient.
+            return jax.lax.cond(past.holds(block), attend_block, lambda _, r: r, block, result)
+        return jax.lax.fori_loop(0, past.blocks, step, result)
+
+    def _slots(self, name: str) -> tuple:
+        """The slots of the cache that the layer reads: the routing rule on slot numbers."""
+        first = self.plan.first_slot(self.number, name)
+        base = first + self.index * self.segment.per_group(name)
+        own = [base + i for i in range(len(self.made.get(name, [])))]
+        return self._route(name, own, first - 1 if first else None)
+
+
+def in_place(weight: Array, param: Param) -> Array:
+    """Keeps a weight as it lies in memory: a loop of decode steps would hold a rearranged copy of all layers.
+
+    Weights whose last axes do not fill a TPU tile are left to the compiler: row-major order would pad them.
+    """
+    rows, lanes = weight.shape[-2:] if weight.ndim > 1 else (0, 0)
+    return pin_layout(weight, *param.axes) if rows % 8 == 0 and lanes and lanes % 128 == 0 else weight
+
+
+def feed_forward(weights: dict[str, Array], x: Array) -> Array:
+    """SwiGLU of x [B, T, D]."""
+    return (jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]
+
+
+def dropout(module: nn.Module, rate: float, x: Array) -> Array:
+    """Zeroes features at random and scales the others up, if the call brought a dropout key."""
+    if not rate or not module.has_rng("dropout"):
+        return x
+    kept = jax.random.bernoulli(module.make_rng("dropout"), 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def restarting_positions(segment_ids: Array) -> Array:
+    """Positions [B, T] that begin at 0 in every document of `segment_ids` [B, T]."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
+    first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+class Decoder(nn.Module):
+    """A language model whose attention variant, and so whose cache, is what its configuration says."""
+
+    config: ModelConfig
+
+    def setup(self):
+        self.outer = {name: self.param(name, p.init, p.shape, jnp.float32) for name, p in outer_table(self.config).items()}
+        self.segments = [self._scanned(i) for i in range(len(make_plan(self.config).segments))]
+
+    def _scanned(self, segment: int) -> nn.Module:
+        body = Group
+        if self.config.remat != "none":
+            body = nn.remat(Group, policy=REMAT[self.config.remat], prevent_cse=False)
+        scanned = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
+                          length=make_plan(self.config).segments[segment].repeats,
+                          in_axes=(0, nn.broadcast, nn.broadcast))
+        return scanned(self.config, segment, name=f"segment_{segment}")
+
+    def __call__(self, tokens: Array, positions: Array | None = None, segment_ids: Array | None = None) -> Array:
+        """Logits [B, T, V] float32 of tokens [B, T], each attending to itself and to earlier ones.
+
+        Args:
+            tokens: int [B, T].
+            positions: int [B, T]; default: 0, 1, … , restarting with every document.
+            segment_ids: int [B, T], one number per document of a packed row; documents do not see each other.
+        """
+        if positions is None:
+            positions = restarting_positions(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        x, _ = self._run(tokens, Context(positions, segment_ids))
+        return self._logits(x)
+
+    def extend(self, tokens: Array, cache: Cache, last: Array | None = None) -> tuple[Array, dict[str, Array]]:
+        """Logits of new tokens [B, T] that follow the cached ones, and the rows to append.
+
+        `last` [B] picks one token per row: logits are then [B, V], else [B, T, V].
+        """
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        x, rows = self._run(tokens, Context(positions, cache=cache))
+        if last is not None:
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+        logits = self._logits(x)
+        return (logits if last is None else logits[:, 0]), rows
+
+    def _run(self, tokens: Array, context: Context) -> tuple[Array, dict[str, Array]]:
+        table = constrain(self.outer["embedding"].astype(self.config.dtype), "vocab", None)
+        x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)  # ids outside the vocabulary: NaN, not another token
+        x = constrain(dropout(self, self.config.dropout, x), *STREAM)
+        rows: dict[str, list[Array]] = {}
+        for segment, scanned in zip(make_plan(self.config).segments, self.segments, strict=True):
+            handed = {name: made[-1][-1] for name, made in rows.items()}
+            x, new = scanned(x, jnp.arange(segment.repeats), context, handed)
+            for name, made in new.items():
+                rows.setdefault(name, []).append(made.reshape(-1, *made.shape[2:]))
+        return x, {name: jnp.concatenate(made) for name, made in rows.items()}
+
+    def _logits(self, x: Array) -> Array:
+        x = rms_norm(x, self.outer["final_norm"], self.config.norm_eps)
+        matrix = self.outer["embedding"].T if self.config.tie_embeddings else self.outer["unembedding"]
+        logits = jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = constrain(logits, "batch", "length", "vocab")
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class AttentionGroup(nn.Module):
+    """The attention of one layer group alone, to be used inside other models."""
+
+    config: ModelConfig
+    segment: int = 0
+
+    @nn.compact
+    def __call__(self, x: Array, positions: Array | None = None, segment_ids: Array | None = None) -> Array:
+        """Attention output [B, T, D] of x [B, T, D]; of a group of several layers, the sum of what each adds to x."""
+        if positions is None:
+            ids = jnp.zeros(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+            positions = restarting_positions(ids)
+        attention = GroupAttention(self.config, self.segment, 0, Context(positions, segment_ids), {})
+        total = jnp.zeros_like(x)
+        for j in range(len(attention.segment.layers)):
+            table = group_table(self.config, self.segment)[f"layer_{j}"]["attention"]
+            weights = jax.tree.map(lambda w: w.astype(x.dtype), Weights(table, name=f"layer_{j}")())
+            total = total + attention.step(weights, x + total)
+        return total
+
+
+def build_model(config: ModelConfig) -> Decoder:
+    """The Linen module of a configuration. Raises ConfigError if its sizes do not fit together."""
+    make_plan(config)
+    return Decoder(config)
+
+
+def build_attention(config: ModelConfig, segment: int = 0) -> AttentionGroup:
+    """The attention of one layer group as a Linen module: (x, positions, segment_ids) -> y.
+
+    Raises ConfigError for a segment that the model does not have, or one that reads what another segment makes.
+    """
+    plan = make_plan(config)
+    require(0 <= segment < len(plan.segments), f"segment {segment}: the model has segments 0 to {len(plan.segments) - 1}")
+    written = {name for writes in plan.segments[segment].layers for name in writes}
+    foreign = sorted(set(plan.segments[segment].reads) - written)
+    require(not foreign, f"segment {segment} reads {', '.join(foreign)} of an earlier segment: it does not stand alone")
+    return AttentionGroup(config, segment)

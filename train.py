@@ -1,0 +1,73 @@
+"""Trains a language model:  python train.py [NAME_OR_PATH] [--section.setting VALUE ...]"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from kvjax.config import Config, ConfigError, require
+from kvjax.config_files import config_names, load_config
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Trains the configuration NAME (a file in configs/, or a path to one), in a new folder or where it stopped."""
+
+    name: tyro.conf.Positional[str]
+    """Configuration; the other options override its settings, so it comes first."""
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    run_dir: Path | None = None
+    """Folder of the run: what it holds is resumed. None: runs/NAME."""
+    overwrite: bool = False
+    """Start afresh: delete what an earlier run left in the folder."""
+    dry_run: bool = False
+    """Compile one step, print parameters, memory and FLOPs, and stop."""
+    allow_cpu: bool = False
+    """Run a configuration that is meant for a TPU or GPU on the CPU."""
+    distributed: bool = False
+    """Be one of several processes; on clusters that JAX knows, the next three are found out."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0."""
+    process_id: int | None = None
+    process_count: int | None = None
+
+
+def parse(arguments: list[str]) -> Arguments:
+    """Typed arguments; ends the program with a message and the nearest names if they can't be understood."""
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else "quickstart"
+    default = Arguments(name, load_config(name))
+    parsed = tyro.cli(Arguments, default=default, args=arguments, prog="train.py",
+                      description=f"{Arguments.__doc__}\n\nNames: {', '.join(config_names())}",
+                      config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff))
+    require(parsed.name == name, f"put the configuration's name first: train.py {parsed.name} ...")
+    return parsed
+
+
+def main(arguments: list[str]) -> None:
+    args = parse(arguments)
+    if args.distributed:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(args.coordinator, args.process_count, args.process_id)
+    if args.dry_run:
+        from kvjax.ahead_of_time import report
+        return report(args.config)
+    require(args.allow_cpu or not args.config.train.accelerator or jax.default_backend() != "cpu",
+            f"configuration {args.name!r} is meant for a TPU or GPU, and JAX found none: install jax[tpu] or "
+            "jax[cuda13], or add --allow-cpu to run it on the CPU all the same")
+    from kvjax.training import report as reports
+    from kvjax.training.loop import train
+    if jax.process_index() == 0:
+        print(reports.settings(args.config))
+    train(args.config, args.run_dir or Path("runs") / Path(args.name).stem, overwrite=args.overwrite)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
