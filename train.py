@@ -27,6 +27,8 @@ class Arguments:
     """Start afresh: delete what an earlier run left in the folder."""
     dry_run: bool = False
     """Compile one step, print parameters, memory and FLOPs, and stop."""
+    topology: str | None = None
+    """With --dry-run: TPUs to compile for that need not be here, such as v5e:4x4."""
     allow_cpu: bool = False
     """Run a configuration that is meant for a TPU or GPU on the CPU."""
     distributed: bool = False
@@ -55,14 +57,15 @@ def main(arguments: list[str]) -> None:
         jax.distributed.initialize(args.coordinator, args.process_count, args.process_id)
     if args.dry_run:
         from kvjax.ahead_of_time import report
-        return report(args.config)
+        print(report(args.config, args.topology))
+        return
     require(args.allow_cpu or not args.config.train.accelerator or jax.default_backend() != "cpu",
             f"configuration {args.name!r} is meant for a TPU or GPU, and JAX found none: install jax[tpu] or "
             "jax[cuda13], or add --allow-cpu to run it on the CPU all the same")
-    from kvjax.training import report as reports
     from kvjax.training.loop import train
+    from kvjax.training.report import settings
     if jax.process_index() == 0:
-        print(reports.settings(args.config))
+        print(settings(args.config))
     train(args.config, args.run_dir or Path("runs") / Path(args.name).stem, overwrite=args.overwrite)
 
 

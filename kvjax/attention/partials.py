@@ -7,10 +7,12 @@ block by block, and never concatenated with new rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from kvjax.attention.masks import Mask
@@ -111,30 +113,62 @@ def _keys_seen(rows: slice, mask: Mask) -> slice:
     return slice(start, rows.stop)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_blocks(dense: Callable[..., Partial], queries: Any, keys: Any, values: Any, mask: Mask) -> Partial:
-    """Attention of whole blocks of queries, one after another.
+    """`dense` for one block of queries after another.
 
-    Each is rematerialised: the backward pass holds one block of scores, as the forward pass does.
+    The backward pass does each block again, so that it too holds one block of scores. It is written out because
+    `jax.checkpoint` in a scan, itself in a scan over layers, keeps the dense masks of all blocks.
     """
-    block = jax.checkpoint(dense, prevent_cse=False)
-    blocks = mask.query_order.shape[-1] // QUERY_BLOCK
-    if blocks <= 1:
-        return block(queries, keys, values, mask)
+    def step(_, block):
+        queries, mask = block
+        return None, dense(queries, keys, values, mask)
+    _, parts = jax.lax.scan(step, None, (_stack(queries), _stack_mask(mask)))
+    return _unstack(parts)
 
-    def stacked(x: Array | None, axis: int) -> Array | None:
-        if x is None:
-            return None
-        axis %= x.ndim
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, QUERY_BLOCK, *x.shape[axis + 1:]), axis, 0)
 
-    def step(_, inputs):
-        queries, order, segments = inputs
-        return None, block(queries, keys, values, mask.replace(query_order=order, query_segments=segments))
+def _in_blocks_forward(dense, *arguments):
+    return _in_blocks(dense, *arguments), arguments
 
-    inputs = (jax.tree.map(lambda x: stacked(x, 1), queries), stacked(mask.query_order, -1),
-              stacked(mask.query_segments, -1))
-    _, parts = jax.lax.scan(step, None, inputs)
-    return Partial(*(jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in parts))
+
+def _in_blocks_backward(dense, arguments, cotangents):
+    queries, keys, values, mask = arguments
+
+    def step(totals, block):
+        queries, mask, cotangent = block
+        _, pull_back = jax.vjp(lambda *inputs: dense(*inputs, mask), queries, keys, values)
+        of_queries, *of_rest = pull_back(cotangent)
+        return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), totals, of_rest), of_queries
+
+    totals = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), [keys, values])
+    totals, of_queries = jax.lax.scan(step, totals, (_stack(queries), _stack_mask(mask), _stack(cotangents)))
+    of_keys, of_values = jax.tree.map(lambda x, like: x.astype(like.dtype), totals, [keys, values])
+    of_mask = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), mask)
+    return _unstack(of_queries), of_keys, of_values, of_mask
+
+
+_in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
+
+
+def _stack(tree: Any) -> Any:
+    """[B, T, ...] -> [blocks, B, T / blocks, ...]; a rest shorter than a block is one block."""
+    def stack(x: Array) -> Array:
+        blocks = max(1, x.shape[1] // QUERY_BLOCK)
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, -1, *x.shape[2:]), 1, 0)
+    return jax.tree.map(stack, tree)
+
+
+def _unstack(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), tree)
+
+
+def _stack_mask(mask: Mask) -> Mask:
+    """The mask with what belongs to queries stacked in blocks; what belongs to keys is repeated for each."""
+    order = _stack(jnp.atleast_2d(mask.query_order))
+    repeated = lambda x: None if x is None else jnp.broadcast_to(x, (len(order), *x.shape))
+    return mask.replace(query_order=order, query_segments=_stack(mask.query_segments),
+                        key_order=repeated(mask.key_order), key_segments=repeated(mask.key_segments),
+                        valid=repeated(mask.valid))
 
 
 def _softmax(scores: Array, values: Any, mask: Mask, combine: Callable) -> Partial:

@@ -79,7 +79,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
         state = init_state(run.model, run.optimizer, config, run.mesh) if state is None else state
         start = int(state.step)
 
-        display = stack.enter_context(Display(config.train, config.model.context_length, start))
+        display = Display(config.train, config.model.context_length, start)
         display.say(report.summary(config, run.mesh))
         if start == config.train.steps:
             display.say(f"{run.folder} is complete, all {start} steps are done; --overwrite starts it afresh")
@@ -100,7 +100,8 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
             Profiler(config.train, start, run.folder / run_folder.PROFILE),
         ]
         last = min(stop_after or config.train.steps, config.train.steps)
-        state = run_steps(run, state, hooks, Monitor(run, display, files), range(start + 1, last + 1))
+        with display:
+            state = run_steps(run, state, hooks, Monitor(run, display, files), range(start + 1, last + 1))
         checkpoints.wait()
         if int(state.step) == config.train.steps:
             finish(run, state, display, files)

@@ -64,7 +64,9 @@ def gradient_sums(model: nn.Module, config: Config, params: Any, batch: Batch, k
 
 def make_train_step(model: nn.Module, optimizer: optax.GradientTransformation, config: Config,
                     mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The jitted step: (state, batch) -> (state, metrics). The given state's memory is reused.
+    """The jitted step: (state, batch) -> (state, metrics), to be called under `jax.set_mesh(mesh)`.
+
+    The given state's memory is reused.
 
     Metrics are float32 scalars: loss (nats per counted token), z_loss (its weighted addend), grad_norm (before
     clipping), learning_rate and tokens (counted ones).

@@ -1,3 +1,4 @@
+import gc
 import shutil
 
 import chex
@@ -17,6 +18,12 @@ from kvjax.training.state import abstract_state, init_state
 # TensorStore's reads that were under way when one failed are never awaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 KEEP = CheckpointConfig(every_steps=1, keep_latest=2)
+
+
+@pytest.fixture(autouse=True)
+def collect_abandoned_reads():
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -114,13 +114,16 @@ def test_configurations_that_do_not_exist(tmp_path, monkeypatch):
         load_config("tiny_model")
 
 
-def test_a_configuration_for_accelerators_needs_leave_to_run_on_the_cpu(script, config_file, config, changed, tmp_path):
-    path = config_file(changed(config, train=dict(accelerator=True, steps=3)))
+def test_a_configuration_for_accelerators_needs_leave_to_run_on_the_cpu(
+        script, config_file, config, changed, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr("kvjax.training.loop.train", lambda config, folder, overwrite: runs.append((folder, overwrite)))
+    path = config_file(changed(config, train=dict(accelerator=True)))
     with pytest.raises(ConfigError, match="meant for a TPU or GPU.*--allow-cpu"):
-        script.main([path, "--run-dir", str(tmp_path / "run")])
-    assert not (tmp_path / "run").exists()
-    script.main([path, "--run-dir", str(tmp_path / "run"), "--allow-cpu"])
-    assert restore_params(tmp_path / "run")[2] == 3
+        script.main([path])
+    script.main([path, "--allow-cpu"])
+    script.main([path, "--allow-cpu", "--overwrite", "--run-dir", str(tmp_path / "run")])
+    assert runs == [(Path("runs/tiny"), False), (tmp_path / "run", True)]
 
 
 def test_sigterm_saves_and_the_same_command_resumes(start, config_file, config, changed, tmp_path, one_device):

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import chex
 import jax
@@ -41,10 +42,19 @@ def test_resuming_is_exact_bit_for_bit(tmp_path, straight, config, changed, one_
     chex.assert_trees_all_equal(plain(again), plain(whole))
 
 
-def test_a_run_on_one_device_resumes_on_eight(tmp_path, straight, config, changed, one_device):
-    train(config, tmp_path / "run", devices=one_device, stop_after=4)
-    state = train(changed(config, mesh=dict(data=4, fsdp=2)), tmp_path / "run")
+def test_steps_after_the_last_checkpoint_are_done_again(tmp_path, straight, config, one_device):
+    folder = tmp_path / "killed"
+    train(config, folder, devices=one_device, stop_after=5)
+    shutil.rmtree(folder / "checkpoints" / "5")  # as if killed before it was saved
+    chex.assert_trees_all_equal(plain(train(config, folder, devices=one_device)), plain(straight[1]))
+    assert metrics(folder) == metrics(straight[0])
+
+
+def test_a_run_on_one_device_resumes_on_eight_and_back(tmp_path, straight, config, changed, one_device):
+    train(config, tmp_path / "run", devices=one_device, stop_after=3)
+    state = train(changed(config, mesh=dict(data=4, fsdp=2)), tmp_path / "run", stop_after=6)
     assert len(state.params["embedding"].devices()) == 8
+    state = train(config, tmp_path / "run", devices=one_device)
     chex.assert_trees_all_close(state.params, straight[1].params, atol=2e-3)
     np.testing.assert_allclose(metrics(tmp_path / "run")[8], metrics(straight[0])[8], atol=1e-3)
 

@@ -1,0 +1,122 @@
+"""Configurations: validation, JSON, files."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from variants import CASES, model_config
+
+import kvjax
+from kvjax.attention import GroupedQuery, Kronecker
+from kvjax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    differences,
+    from_dict,
+    load,
+    register,
+    save,
+    to_dict,
+)
+from kvjax.config_files import config_names, load_config
+
+CONFIG = Config(model=model_config(CASES["kpa"].attention), train=TrainConfig(steps=3000, batch_size=8),
+                optimizer=OptimizerConfig(clip_norm=None), mesh=MeshConfig(tensor=2))
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda: GroupedQuery(heads=6, kv_heads=4, head_dim=8), "heads 6 is not a multiple of kv_heads 4"),
+    (lambda: GroupedQuery(heads=6, kv_heads=3, head_dim=7), "head_dim 7 is odd"),
+    (lambda: GroupedQuery(heads=0, kv_heads=1, head_dim=8), "heads is 0"),
+    (lambda: Kronecker(h1=2, h2=2, d1=2, d2=3), "d2 is 3: it must be even"),
+    (lambda: Kronecker(h1=2, h2=2, k_rank=0), "k_rank is 0"),
+    (lambda: model_config(CASES["kpa"].attention, layers=0), "ModelConfig.layers is 0"),
+    (lambda: model_config(CASES["kpa"].attention, dtype="bf16"), "'bf16': choose one of float32.*bfloat16"),
+    (lambda: model_config(CASES["kpa"].attention, dropout=1.0), "dropout is 1.0"),
+    (lambda: model_config(CASES["kpa"].attention, window=0), "window is 0"),
+    (lambda: OptimizerConfig(schedule="cosin"), "did you mean 'cosine'"),
+    (lambda: OptimizerConfig(final_lr_fraction=2), "final_lr_fraction is 2"),
+    (lambda: DataConfig(validation_fraction=0), "validation_fraction is 0"),
+    (lambda: MeshConfig(data=-1, tensor=-1), "only one axis can be -1"),
+    (lambda: MeshConfig(data=0), "above 0, or -1"),
+    (lambda: CheckpointConfig(every_steps=10, keep_every=15), "multiple of every_steps"),
+    (lambda: TrainConfig(steps=1, batch_size=8, accumulation=3), "batch_size 8 is not a multiple of accumulation 3"),
+    (lambda: replace(CONFIG, train=TrainConfig(steps=2000, batch_size=8)), "warmup_steps 2000 does not end before"),
+])
+def test_bad_values_are_named(build, message):
+    with pytest.raises(kvjax.ConfigError, match=message):
+        build()
+
+
+def test_json_round_trip(tmp_path):
+    save(CONFIG, tmp_path / "config.json")
+    assert load(Config, tmp_path / "config.json") == CONFIG
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["attention"]["variant"] == "kronecker"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda d: d["model"].update(hights=3), "no field hights"),
+    (lambda d: d["model"]["attention"].update(variant="kroneker", module="kvjax.attention"), "'kroneker' is unknown"),
+    (lambda d: d["model"]["attention"].update(variant="mine", module="no_such_module"), "no_such_module.*does not import"),
+])
+def test_saved_configurations_that_cannot_be_read_say_why(change, message):
+    data = to_dict(CONFIG)
+    change(data)
+    with pytest.raises(kvjax.ConfigError, match=message):
+        from_dict(Config, data)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(kvjax.ConfigError, match="does not exist"):
+        load(Config, tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(kvjax.ConfigError, match="not valid JSON"):
+        load(Config, tmp_path / "config.json")
+
+
+def test_differences_name_the_setting():
+    other = replace(CONFIG, model=replace(CONFIG.model, attention=replace(CONFIG.model.attention, h1=8)))
+    assert differences(CONFIG, other) == {"model.attention.h1": (4, 8)}
+    assert differences(CONFIG, CONFIG) == {}
+
+
+def test_a_variant_name_is_taken_once():
+    with pytest.raises(kvjax.ConfigError, match="'kronecker' is taken by kvjax.attention.kronecker.Kronecker"):
+        register("kronecker")(type("Other", (GroupedQuery,), {}))
+
+
+PUBLISHED = {
+    "kpa_125m": 256, "kpa_125m_4x3": 224, "kpa_353m": 320, "kpa_353m_4x4": 256,
+    "kpa_773m": 384, "kpa_773m_5x4": 288, "kpa_1500m": 320,
+    "mha_125m": 1536, "mha_353m": 2048, "mha_773m": 2560, "mha_1500m": 3200,
+}
+"""Cached elements per token and layer, as the KPA paper's table prints them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_cache_sizes(name):
+    model = load_config(name).model
+    assert kvjax.cache_bytes_per_token(model, "bfloat16") == PUBLISHED[name] * model.layers * 2
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_configuration_file_builds(name):
+    config = load_config(name)
+    kvjax.build_model(config.model)
+    count = kvjax.parameter_count(config.model)
+    if not name.endswith("_matched") and not name.startswith(("tpa", "gqa", "mqa")):
+        return
+    target = kvjax.parameter_count(load_config(f"mha_{name.split('_')[1]}").model)
+    assert abs(count / target - 1) < 0.01, "baselines and matched configurations have as many parameters as MHA"
+
+
+def test_unknown_configurations_name_the_nearest(tmp_path):
+    with pytest.raises(kvjax.ConfigError, match="did you mean kpa_353m"):
+        load_config("kpa_353")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(kvjax.ConfigError, match="holds no `config"):
+        load_config(str(tmp_path / "empty.py"))
