@@ -39,7 +39,7 @@ def test_dry_run_compiles_for_a_tpu_pod_slice():
 def test_training_memory_of_long_sequences_grows_with_their_length_only():
     def temporaries(length):
         config = replace(RUN, mesh=MeshConfig(data=1, fsdp=-1), train=TrainConfig(steps=3000, batch_size=1),
-                         model=replace(RUN.model, context_length=length))
+                         model=replace(RUN.model, context_length=length, layers=1))
         compiled = compile_train_step(config, make_mesh(config.mesh, jax.devices()[:1]))
         return compiled.memory_analysis().temp_size_in_bytes
     short, long = temporaries(4096), temporaries(8192)
