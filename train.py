@@ -73,4 +73,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (ConfigError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

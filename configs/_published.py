@@ -1,9 +1,9 @@
 """The published settings of KPA (arXiv:2610.12657) and of its baselines as T6 (arXiv:2501.06425) sizes them.
 
-Widths and depths are GPT-2's; query rank 6, 50 304 words, betas (0.9, 0.95), clip 1.0, a final learning rate of 10 % and
-initial values are this project's assumptions where the papers are silent. Baselines have more heads than GPT-2, so that
-their parameters agree with multi-head attention; KPA is published at GPT-2's heads, which leaves it smaller: `matched`
-widens its feed-forward layers until the totals agree.
+Widths and depths are GPT-2's; query rank 6, 50 304 words, betas (0.9, 0.95), clip 1.0, a final learning rate of 10 %
+and initial values are this project's assumptions where the papers are silent. Baselines have more heads than GPT-2, so
+that their parameters agree with multi-head attention; KPA is published at GPT-2's heads, which leaves it smaller:
+`matched` widens its feed-forward layers until the totals agree.
 """
 
 from __future__ import annotations

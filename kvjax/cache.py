@@ -7,8 +7,6 @@ The past is read through a handle (component, slot, block) and new rows of all l
 
 from __future__ import annotations
 
-from math import prod
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -39,6 +37,11 @@ def block_size(length: int) -> int:
 def capacity(length: int) -> int:
     """Tokens that a cache made for `length` tokens has room for: whole blocks."""
     return _round_up(length, block_size(length))
+
+
+def tokens_kept(component: Component, room: int) -> int:
+    """Tokens of a component in a cache with room for `room`: of a windowed one, the window in whole blocks."""
+    return room if component.window is None else min(room, capacity(component.window))
 
 
 @struct.dataclass
@@ -82,7 +85,8 @@ class Cache:
 
     def _refuse_overflow(self, length: int, counts: Array) -> None:
         if length > self.capacity:
-            raise ValueError(f"{length} new tokens do not fit a cache of {self.capacity}: init_cache with a larger max_length")
+            raise ValueError(f"{length} new tokens do not fit a cache of {self.capacity}: "
+                             f"init_cache with max_length of at least {length}")
         if isinstance(self.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
             return
         longest = int((self.lengths + counts).max())
@@ -215,19 +219,20 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype=None) -> 
         raise ConfigError(f"init_cache(dtype={dtype}): choose a floating type")
     room = capacity(max_length)
     def allocate(c: Component) -> Array:
-        tokens = room if c.window is None else min(room, capacity(c.window))
-        return constrain(jnp.zeros((plan.slots(c.name), batch, prod(c.features), tokens), dtype), *stored_axes(c))
+        shape = plan.slots(c.name), batch, c.size, tokens_kept(c, room)
+        return constrain(jnp.zeros(shape, dtype), *stored_axes(c))
     return Cache({c.name: allocate(c) for c in plan.cached}, jnp.zeros((batch,), jnp.int32),
                  jnp.zeros((batch,), bool), plan.cached, room)
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype=None, length: int | None = None) -> float:
-    """Bytes cached per token of context over the whole model, from the plan, for sequences of `length` tokens.
+    """Bytes cached per token of context over the whole model, from the plan.
 
-    `dtype` defaults to the compute type, `length` to the context length; it matters only where windows limit what
-    is kept. An allocated cache holds this times its capacity, exactly.
+    A cache made for `length` tokens holds this times its capacity, exactly. `dtype` defaults to the compute type,
+    `length` to the context length; it matters only where windows limit what is kept.
     """
     length = config.context_length if length is None else length
     require(length > 0, f"cache_bytes_per_token(length={length}): it must be above 0")
-    itemsize = jnp.dtype(config.dtype if dtype is None else dtype).itemsize
-    return make_plan(config).elements(length) * itemsize / length
+    plan, room = make_plan(config), capacity(length)
+    elements = sum(plan.slots(c.name) * c.size * tokens_kept(c, room) for c in plan.cached)
+    return elements * jnp.dtype(config.dtype if dtype is None else dtype).itemsize / room

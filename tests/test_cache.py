@@ -111,8 +111,8 @@ def test_stored_layout_has_heads_outermost_and_tokens_last():
     np.testing.assert_array_equal(from_stored(component, stored), rows)
 
 
-@pytest.mark.parametrize(("length", "block", "whole"), [(1, 128, 128), (128, 128, 128), (129, 256, 256), (512, 512, 512),
-                                                      (513, 512, 1024), (5000, 512, 5120)])
+@pytest.mark.parametrize(("length", "block", "whole"), [
+    (1, 128, 128), (128, 128, 128), (129, 256, 256), (512, 512, 512), (513, 512, 1024), (5000, 512, 5120)])
 def test_capacity_is_whole_blocks(length, block, whole):
     assert (block_size(length), capacity(length)) == (block, whole)
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+import invariants
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import invariants
 import references
 from variants import CASES, model_config
 
@@ -16,7 +16,8 @@ from kvjax.attention.components import latest
 
 
 @pytest.mark.parametrize(("own", "before", "cumulative", "read"), [
-    ((), "x", False, ("x",)), ((), None, True, ()), (("a", "b"), "x", False, ("b",)), (("a", "b"), "x", True, ("a", "b"))])
+    ((), "x", False, ("x",)), ((), None, True, ()),
+    (("a", "b"), "x", False, ("b",)), (("a", "b"), "x", True, ("a", "b"))])
 def test_routing_rule(own, before, cumulative, read):
     assert latest(own, before, cumulative) == read
 
@@ -26,7 +27,6 @@ def test_slots_count_what_layers_write():
     plan = Plan((k, v), (Segment(1, (("k", "v"),), ("k", "v")), Segment(3, (("k",), ()), ("k", "v"))))
     assert (plan.slots("k"), plan.slots("v")) == (4, 1)
     assert plan.first_slot(1, "k") == 1 and plan.segments[1].depth == 6
-    assert plan.elements(10) == (4 + 1) * 8 * 10
 
 
 def test_tables_that_name_unknown_or_double_components_are_refused():
@@ -44,7 +44,8 @@ class Pairs(Sharing):
 
     def plan(self, components, layers, window):
         names = tuple(c.name for c in components)
-        return Plan(components, (Segment(1, (names,), names, window), Segment((layers - 1) // 2, (names, ()), names, window)))
+        pairs = Segment((layers - 1) // 2, (names, ()), names, window)
+        return Plan(components, (Segment(1, (names,), names, window), pairs))
 
 
 @kvjax.register("test_one_for_all")
@@ -74,7 +75,8 @@ def test_sharing_layers_read_what_the_table_says():
     model, params, tokens, full = invariants.full_pass(config)
     assert set(params["segment_1"]["layer_0"]["attention"]) == {"q_proj", "o_proj"}
     other = jax.tree.map(lambda x: x, params)
-    other["segment_0"]["layer_0"]["attention"]["v_proj"] = jnp.zeros_like(params["segment_0"]["layer_0"]["attention"]["v_proj"])
+    first = other["segment_0"]["layer_0"]["attention"]
+    first["v_proj"] = jnp.zeros_like(first["v_proj"])
     # Without the first layer's values no layer's attention adds anything: only feed-forward layers are left.
     alone = model.apply({"params": other}, tokens)
     shuffled = model.apply({"params": other}, tokens[:, ::-1])[:, ::-1]

@@ -10,7 +10,8 @@ import references
 from variants import CASES, model_config
 
 import kvjax
-from kvjax import attention, config as kvconfig
+from kvjax import attention
+from kvjax import config as kvconfig
 
 cases = pytest.mark.parametrize("name", CASES)
 
@@ -20,7 +21,8 @@ def config_of(name, **changes):
 
 
 def test_every_registered_variant_has_a_reference_and_a_case():
-    names = {name for name, cls in kvconfig.registered(attention.Attention).items() if cls.__module__.startswith("kvjax.")}
+    registered = kvconfig.registered(attention.Attention)
+    names = {name for name, cls in registered.items() if cls.__module__.startswith("kvjax.")}
     assert names == set(references.ATTENTION) == {case.attention.variant_name for case in CASES.values()}
 
 

@@ -78,3 +78,32 @@ def test_long_sequences_hold_one_block_of_scores():
     compiled = jax.jit(jax.grad(loss)).lower(*shapes).compile()
     all_scores = 2 * length * length * 4
     assert compiled.memory_analysis().temp_size_in_bytes < all_scores / 2
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnn_is_asked_for_exactly_the_masked_attention(monkeypatch, window):
+    """There is no GPU here: the arguments that cuDNN would get go to the same function's other implementation."""
+    asked = []
+    def stand_in(*arguments, implementation, **settings):
+        asked.append(implementation)
+        return plain(*arguments, **settings)
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k, v = (x.astype(jnp.bfloat16) for x in draw(11, width=8))
+    mask = own_tokens(11, None, window, complete=True)
+    out, _ = dense_attention(q, k, v, mask.dense(), 0.7)
+    np.testing.assert_allclose(attend(q, k, v, mask, 0.7).out, out, atol=0.05)
+    assert asked == ["cudnn"]
+
+
+def test_cudnn_is_refused_what_it_cannot_honour(monkeypatch):
+    q, k, v = (x.astype(jnp.bfloat16) for x in draw(11, width=8))
+    mask = own_tokens(11, None, None, complete=True)
+    assert not partials.cudnn_honours(q, k, v, mask), "no GPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert partials.cudnn_honours(q, k, v, mask)
+    assert not partials.cudnn_honours(q, k, v, own_tokens(11, jnp.ones((2, 11)), None, complete=True)), "packed"
+    assert not partials.cudnn_honours(q, k, v, own_tokens(11, None, None)), "the log-sum-exp is needed"
+    assert not partials.cudnn_honours(*(x.astype(jnp.float32) for x in (q, k, v)), mask), "float32"
+    assert not partials.cudnn_honours(q[..., :6], k[..., :6], v[..., :6], mask), "width 6"

@@ -3,11 +3,11 @@
 import re
 from dataclasses import replace
 
+import invariants
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import invariants
 from variants import CASES, model_config
 
 import kvjax

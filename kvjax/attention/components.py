@@ -97,11 +97,6 @@ class Plan:
         """The components that the cache holds."""
         return tuple(c for c in self.components if c.cached)
 
-    def elements(self, length: int) -> int:
-        """Cached elements of one sequence of `length` tokens, over the whole model."""
-        kept = ((c, length if c.window is None else min(length, c.window)) for c in self.cached)
-        return sum(self.slots(c.name) * c.size * tokens for c, tokens in kept)
-
 
 def latest(own: tuple, before, cumulative: bool) -> tuple:
     """The routing rule: which entries of a component a layer reads.

@@ -37,9 +37,9 @@ class GroupedQuery(Attention):
         require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of features")
 
     def components(self) -> tuple[Component, ...]:
-        features = (self.kv_heads, self.head_dim)
+        features, norm = (self.kv_heads, self.head_dim), "qk_norm_k" if self.qk_norm else None
         return (
-            Component("k", features, state="k", param="k_proj", rotate=True, norm="qk_norm_k" if self.qk_norm else None),
+            Component("k", features, state="k", param="k_proj", rotate=True, norm=norm),
             Component("v", features, state="v", param="v_proj"),
         )
 

@@ -29,6 +29,9 @@ class Mask:
     own: bool = struct.field(pytree_node=False, default=False)
     """Keys and queries are the same tokens: block-wise attention skips what lies above the diagonal."""
 
+    complete: bool = struct.field(pytree_node=False, default=False)
+    """These are all keys there are: nothing will be merged, so nobody needs the log-sum-exp."""
+
     def dense(self) -> Array:
         """Bool [B or 1, T, S]."""
         distance = self.query_order[..., :, None] - self.key_order[..., None, :]
@@ -50,7 +53,7 @@ class Mask:
             valid=cut(self.valid, keys))
 
 
-def own_tokens(length: int, segment_ids: Array | None, window: int | None) -> Mask:
+def own_tokens(length: int, segment_ids: Array | None, window: int | None, complete: bool = False) -> Mask:
     """The mask of `length` new tokens among themselves: causal, within documents, within the window."""
     order = jnp.arange(length)
-    return Mask(order, order, segment_ids, segment_ids, window=window, own=True)
+    return Mask(order, order, segment_ids, segment_ids, window=window, own=True, complete=complete)

@@ -31,8 +31,8 @@ class Partial(NamedTuple):
 
     out: Array
     """[B, T, H, value width] float32: normalised over the keys of this part."""
-    lse: Array
-    """[B, T, H] float32: log of the sum of exponentiated scores."""
+    lse: Array | None
+    """[B, T, H] float32: log of the sum of exponentiated scores. None from cuDNN, where nothing is merged."""
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -45,19 +45,19 @@ def merge(a: Partial, b: Partial) -> Partial:
 def dot_scores(queries: Array, keys: Array) -> Array:
     """Float32 scores [B, H, T, S] of queries [B, T, H, d] and keys [B, S, G, d], G dividing H."""
     batch, length, heads, width = queries.shape
-    groups = keys.shape[2]
-    grouped = queries.reshape(batch, length, groups, heads // groups, width)
-    scores = jnp.einsum("btghd,bsgd->bghts", grouped, keys, preferred_element_type=jnp.float32)
-    return scores.reshape(batch, heads, length, keys.shape[1])
+    keys = jnp.swapaxes(keys, 1, 2)  # heads first: one plain matrix product per head, much faster on CPUs
+    grouped = jnp.swapaxes(queries, 1, 2).reshape(batch, keys.shape[1], -1, width)
+    scores = jnp.einsum("bgtd,bgsd->bgts", grouped, keys, preferred_element_type=jnp.float32)
+    return scores.reshape(batch, heads, length, keys.shape[2])
 
 
 def dot_values(weights: Array, values: Array) -> Array:
     """Float32 outputs [B, T, H, d] of weights [B, H, T, S] and values [B, S, G, d], G dividing H."""
     batch, heads, length, keys = weights.shape
-    groups, width = values.shape[2:]
-    grouped = weights.reshape(batch, groups, heads // groups, length, keys).astype(values.dtype)
-    out = jnp.einsum("bghts,bsgd->btghd", grouped, values, preferred_element_type=jnp.float32)
-    return out.reshape(batch, length, heads, width)
+    values = jnp.swapaxes(values, 1, 2)
+    grouped = weights.reshape(batch, values.shape[1], -1, keys).astype(values.dtype)
+    out = jnp.einsum("bgts,bgsd->bgtd", grouped, values, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(out.reshape(batch, heads, length, values.shape[3]), 1, 2)
 
 
 def attend(
@@ -70,7 +70,7 @@ def attend(
     scores: Callable[[Any, Any], Array] = dot_scores,
     combine: Callable[[Any, Any], Array] = dot_values,
 ) -> Partial:
-    """Softmax attention whose memory is bounded in the sequence length.
+    """Softmax attention that never holds all scores of a long sequence: cuDNN's where that honours the mask, or blocks.
 
     Args:
         queries: array or tree of arrays [B, T, ...].
@@ -80,6 +80,12 @@ def attend(
         scores: (queries, keys) -> float32 [B, H, T, S].
         combine: (weights [B, H, T, S], values) -> float32 [B, T, H, value width].
     """
+    if scores is dot_scores and combine is dot_values and cudnn_honours(queries, keys, values, mask):
+        window = None if mask.window is None else (mask.window - 1, 0)
+        out = jax.nn.dot_product_attention(queries, keys, values, scale=scale, is_causal=True, local_window_size=window,
+                                           implementation="cudnn")
+        return Partial(out.astype(jnp.float32), None)
+
     def dense(queries, keys, values, mask):
         return _softmax(scores(queries, keys) * scale, values, mask, combine)
 
@@ -89,8 +95,17 @@ def attend(
     parts = []
     for rows in _row_groups(length):
         seen = _keys_seen(rows, mask)
-        parts.append(_in_blocks(dense, _cut(queries, rows), _cut(keys, seen), _cut(values, seen), mask.block(rows, seen)))
+        inputs = _cut(queries, rows), _cut(keys, seen), _cut(values, seen), mask.block(rows, seen)
+        parts.append(_in_blocks(dense, *inputs))
     return Partial(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
+
+
+def cudnn_honours(queries: Array, keys: Array, values: Array, mask: Mask) -> bool:
+    """Whether cuDNN's attention computes just this: on a GPU, in half precision, causal, without packed documents."""
+    width = queries.shape[-1]
+    return (jax.default_backend() == "gpu" and queries.dtype in (jnp.bfloat16, jnp.float16)
+            and keys.shape == values.shape and width % 8 == 0 and width <= 128
+            and mask.own and mask.complete and mask.query_segments is None and mask.valid is None)
 
 
 def _cut(tree: Any, where: slice) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,19 @@ class TrainingIterator(grain.DatasetIterator):
         if self._workers:
             if not flags.FLAGS.is_parsed():  # Grain's workers read absl flags, which only absl programs have parsed
                 flags.FLAGS(["kvjax"])
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=2))
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=2),
+                                          worker_init_fn=_leave_interrupts_to_the_parent)
         return iter(dataset)
 
     def _stop(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+
+
+def _leave_interrupts_to_the_parent(*_) -> None:
+    """Ctrl-C reaches workers too; the training process decides when they end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def training_iterator(config: DataConfig, tokenizer: Tokenizer, batch_size: int, length: int, seed: int,

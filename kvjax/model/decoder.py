@@ -110,9 +110,11 @@ class GroupAttention:
         return latest(tuple(own), before, self.plan.component(name).cumulative)
 
     def _own_view(self) -> View:
-        entries = {name: self._route(name, self.made.get(name, []), self.handed.get(name)) for name in self.segment.reads}
+        entries = {name: self._route(name, self.made.get(name, []), self.handed.get(name))
+                   for name in self.segment.reads}
         positions = self.context.positions
-        return View(entries, positions, own_tokens(positions.shape[1], self.context.segment_ids, self.segment.window))
+        mask = own_tokens(positions.shape[1], self.context.segment_ids, self.segment.window, self.context.cache is None)
+        return View(entries, positions, mask)
 
     def _attend_past(self, layer, queries, result: Partial) -> Partial:
         variant, positions = self.config.attention, self.context.positions
@@ -171,7 +173,8 @@ class Decoder(nn.Module):
     config: ModelConfig
 
     def setup(self):
-        self.outer = {name: self.param(name, p.init, p.shape, jnp.float32) for name, p in outer_table(self.config).items()}
+        table = outer_table(self.config)
+        self.outer = {name: self.param(name, p.init, p.shape, jnp.float32) for name, p in table.items()}
         self.segments = [self._scanned(i) for i in range(len(make_plan(self.config).segments))]
 
     def _scanned(self, segment: int) -> nn.Module:
@@ -262,7 +265,8 @@ def build_attention(config: ModelConfig, segment: int = 0) -> AttentionGroup:
     Raises ConfigError for a segment that the model does not have, or one that reads what another segment makes.
     """
     plan = make_plan(config)
-    require(0 <= segment < len(plan.segments), f"segment {segment}: the model has segments 0 to {len(plan.segments) - 1}")
+    require(0 <= segment < len(plan.segments),
+            f"segment {segment}: the model has segments 0 to {len(plan.segments) - 1}")
     written = {name for writes in plan.segments[segment].layers for name in writes}
     foreign = sorted(set(plan.segments[segment].reads) - written)
     require(not foreign, f"segment {segment} reads {', '.join(foreign)} of an earlier segment: it does not stand alone")

@@ -6,13 +6,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache import cache_bytes_per_token
-from kvjax.config import Config, DataConfig, ModelConfig, to_dict
+from kvjax.config import Config, DataConfig, to_dict
 from kvjax.data.sources import load_documents
 from kvjax.data.tokenizers import Tokenizer
+from kvjax.evaluation import cache_report
 from kvjax.evaluation.ngram import byte_model_nats
 from kvjax.generate import generate
 from kvjax.model import parameter_count
@@ -31,19 +30,14 @@ def settings(config: Config) -> str:
     return "\n".join(f"{name + ':':<12}{line(section)}" for name, section in to_dict(config).items())
 
 
-def mha_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that multi-head attention of the same heads and head width would cache per token, in the compute type."""
-    return 2 * config.attention.heads * config.attention.head_dim * config.layers * jnp.dtype(config.dtype).itemsize
-
-
 def summary(config: Config, mesh: Mesh) -> str:
     """Size of the model and of its cache against multi-head attention's, and where it trains."""
-    ours, mha = cache_bytes_per_token(config.model), mha_bytes_per_token(config.model)
+    cache = cache_report.report(config.model)
     kinds = ", ".join(sorted({device.device_kind for device in mesh.devices.flat}))
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (f"parameters: {parameter_count(config.model):,}\n"
-            f"cache: {ours:,.0f} bytes per token in {config.model.dtype}, {mha / ours:.2f}x less than "
-            f"multi-head attention of the same width ({mha:,})\n"
+            f"cache: {cache.measured:,.0f} bytes per token in {cache.dtype}, {cache.factor:.2f}x less than "
+            f"multi-head attention of the same width ({cache.multi_head:,.0f})\n"
             f"devices: {mesh.size} ({kinds}), {jax.process_count()} processes; mesh: {axes}")
 
 
