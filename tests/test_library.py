@@ -1,64 +1,16 @@
-"""kvjax as a library: a variant from outside, and the promises of the public functions."""
+"""kvjax as a library: the promises of its public functions."""
 
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import invariants
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import CASES, model_config
+from variants import CASES, VOCAB, model_config
 
 import kvjax
-from kvjax.attention import Attention, Component
-from kvjax.attention.partials import attend
-from kvjax.attention.rotary import rotate
-from kvjax.attention.variant import project
-
-
-@kvjax.register("test_tied_key_value")
-@dataclass(frozen=True)
-class TiedKeyValue(Attention):
-    """A toy variant: one shared head whose keys are its values, rotated when they are read."""
-
-    heads: int
-    head_dim: int
-
-    def components(self):
-        return (Component("kv", (1, self.head_dim), state="kv", param="kv_proj"),)
-
-    def query_shapes(self, layer):
-        return {"q_proj": self.projection(layer.width, (self.heads, self.head_dim), ("heads", None))}
-
-    def queries(self, layer, weights, x, positions):
-        return rotate(project(x, weights["q_proj"]), positions, layer.rope_base)
-
-    def partial(self, layer, path, queries, view):
-        keys = rotate(view["kv"], view.positions, layer.rope_base)
-        return attend(queries, keys, view["kv"], view.mask, self.head_dim**-0.5)
-
-
-TOY = model_config(TiedKeyValue(heads=4, head_dim=8))
-
-
-def test_a_variant_from_outside_keeps_the_invariants():
-    invariants.check_decoding(TOY)
-    invariants.check_bytes(TOY, 8)
-    invariants.check_gradients(TOY)
-
-
-def test_a_variant_from_outside_generates_and_saves():
-    model = kvjax.build_model(TOY)
-    params = invariants.random_params(TOY)
-    prompt = [3, 1, 4]
-    (drawn,) = kvjax.generate(model, params, [prompt], max_new_tokens=5, temperature=0)
-    expected = list(prompt)
-    for _ in range(5):
-        expected.append(int(model.apply({"params": params}, jnp.asarray([expected]))[0, -1].argmax()))
-    assert drawn == expected[3:]
-    assert kvjax.config.from_dict(kvjax.ModelConfig, kvjax.config.to_dict(TOY)) == TOY
 
 
 def test_attention_module_alone_has_the_weights_of_the_method():
@@ -73,8 +25,8 @@ def test_attention_module_alone_has_the_weights_of_the_method():
 
 
 def test_tokens_outside_the_vocabulary_are_not_silently_others():
-    model, params, tokens, _ = invariants.full_pass(TOY)
-    logits = model.apply({"params": params}, tokens.at[0, 3].set(TOY.vocab_size))
+    model, params, tokens, _ = invariants.full_pass(model_config(CASES["kpa"].attention))
+    logits = model.apply({"params": params}, tokens.at[0, 3].set(VOCAB))
     assert np.isnan(logits[0, 3]).all() and np.isfinite(logits[1]).all()
 
 

@@ -36,7 +36,7 @@ class CacheReport:
     measured: float
     formula: float
     multi_head: float
-    """What multi-head attention with as many query heads of the same width keeps."""
+    """What multi-head attention in a model of this width keeps: keys and values of D elements in every layer."""
 
     @property
     def factor(self) -> float:
@@ -62,7 +62,7 @@ def report(config: ModelConfig, length: int | None = None, dtype: str | None = N
         dtype=kept.name, length=cache.capacity, components=rows,
         measured=sum(row.bytes_per_token for row in rows),
         formula=cache_bytes_per_token(config, kept, cache.capacity),
-        multi_head=2.0 * config.layers * config.attention.heads * config.attention.head_dim * kept.itemsize)
+        multi_head=2.0 * config.layers * config.width * kept.itemsize)
 
 
 def table(result: CacheReport) -> Table:
