@@ -60,8 +60,8 @@ def main(command_line: list[str]) -> None:
             console.print(f"{name.replace('_', ' '):<16}{value:,.4f}".removesuffix(".0000"))
     console.print(cache_report.table(cache))
     if arguments.batches != 0:
-        path = run.write(arguments.run_dir, restored.step, arguments.batches, results, cache, arguments.overwrite)
-        console.print(f"written to {path}", soft_wrap=True)
+        said = run.write(arguments.run_dir, restored.step, arguments.batches, results, cache, arguments.overwrite)
+        console.print(said, soft_wrap=True)
     if arguments.prompt:
         show_text(restored, arguments)
 

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh
 from kvjax.config import Config, ConfigError
 from kvjax.flops import training_flops_per_token
 from kvjax.model import build_model, parameter_count
-from kvjax.sharding import AXES, check, make_mesh, named
+from kvjax.model.placement import check
+from kvjax.sharding import AXES, make_mesh, named
 
 GIB = 2**30
 

@@ -76,7 +76,7 @@ class Cache:
         self._refuse_overflow(length, counts)
         stored = {c.name: to_stored(c, rows[c.name]).astype(self.components[c.name].dtype) for c in self.table}
         axes = {c.name: stored_axes(c) for c in self.table}
-        arguments = self.components, stored, self.lengths, counts
+        arguments = self.components, stored, self.lengths, jnp.minimum(counts, self.capacity - self.lengths)
         write = per_device(self._write, (axes, axes, ("batch",), ("batch",)), axes, arguments)
         total = self.lengths + counts
         return self.replace(

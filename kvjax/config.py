@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
+import importlib.util
 import json
+import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 _VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type)
+ORIGIN = ("variant", "module", "file")
+"""Keys that say in a saved configuration which class a variant is, and where it is defined."""
 
 
 class ConfigError(ValueError):
@@ -108,6 +112,10 @@ class ModelConfig:
         _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")
         _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
         _require_choice(self, "remat", ("none", "dots", "full"))
+        _require_positive(self, "rope_base", "norm_eps")
+        require(self.output_init >= 0, f"ModelConfig.output_init is {self.output_init}: it must be 0 or more")
+        require(self.logit_softcap is None or self.logit_softcap > 0,
+                f"ModelConfig.logit_softcap is {self.logit_softcap}: it must be above 0, or None")
         require(0 <= self.dropout < 1, f"ModelConfig.dropout is {self.dropout}: it must be in [0, 1)")
         require(self.window is None or self.window > 0,
                 f"ModelConfig.window is {self.window}: it must be above 0, or None")
@@ -146,7 +154,7 @@ class OptimizerConfig:
     decay_fraction: float = 0.2
     """Share of all steps that the wsd schedule spends decaying."""
     final_lr_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak; a constant schedule stays at the peak."""
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -158,9 +166,14 @@ class OptimizerConfig:
         _require_positive(self, "peak_lr", "eps")
         _require_choice(self, "schedule", ("cosine", "wsd", "constant"))
         require(self.warmup_steps >= 0, f"OptimizerConfig.warmup_steps is {self.warmup_steps}: it must be 0 or more")
-        for name in ("decay_fraction", "final_lr_fraction"):
+        for name in ("decay_fraction", "final_lr_fraction", "b1", "b2"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"OptimizerConfig.{name} is {value}: it must be between 0 and 1")
+        require(self.schedule != "wsd" or self.decay_fraction > 0, "OptimizerConfig.decay_fraction is 0: the wsd "
+                "schedule needs steps to decay in; choose constant for none")
+        require(self.weight_decay >= 0, f"OptimizerConfig.weight_decay is {self.weight_decay}: it must be 0 or more")
+        require(self.clip_norm is None or self.clip_norm > 0,
+                f"OptimizerConfig.clip_norm is {self.clip_norm}: it must be above 0, or None for no clipping")
 
 
 @dataclass(frozen=True)
@@ -189,9 +202,9 @@ class CheckpointConfig:
 
     def __post_init__(self):
         _require_positive(self, "every_steps", "keep_latest")
-        require(self.keep_every is None or self.keep_every % self.every_steps == 0,
+        require(self.keep_every is None or self.keep_every > 0 and self.keep_every % self.every_steps == 0,
                 f"CheckpointConfig.keep_every is {self.keep_every}: it must be a multiple of every_steps "
-                f"({self.every_steps})")
+                f"({self.every_steps}), or None")
 
 
 @dataclass(frozen=True)
@@ -219,7 +232,12 @@ class TrainConfig:
     profile_steps: int = 5
 
     def __post_init__(self):
-        _require_positive(self, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_batches")
+        _require_positive(self, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_batches",
+                          "profile_steps")
+        for name in ("z_loss", "sample_tokens"):
+            require(getattr(self, name) >= 0, f"TrainConfig.{name} is {getattr(self, name)}: it must be 0 or more")
+        require(self.profile_start is None or self.profile_start > 0,
+                f"TrainConfig.profile_start is {self.profile_start}: steps count from 1; None traces nothing")
         require(self.batch_size % self.accumulation == 0,
                 f"TrainConfig.batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation}")
 
@@ -247,15 +265,22 @@ def to_dict(config: Any) -> Any:
         return [to_dict(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
-    tag = {"variant": config.variant_name, "module": type(config).__module__} if isinstance(config, Variant) else {}
+    tag = _origin(type(config)) if isinstance(config, Variant) else {}
     return tag | {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def _origin(cls: type[Variant]) -> dict[str, str]:
+    """How a variant is found again: its name, the module that registers it and, if outside this package, its file."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    outside = {"file": str(Path(file).resolve())} if file and not cls.__module__.startswith("kvjax.") else {}
+    return {"variant": cls.variant_name, "module": cls.__module__, **outside}
 
 
 def from_dict(kind: Any, data: Any) -> Any:
     """Inverse of `to_dict` for a value of type `kind`. Raises ConfigError on unknown fields and variants."""
     if isinstance(data, dict) and "variant" in data:
-        return _build(_find_variant(data["variant"], data.get("module")),
-                      {k: v for k, v in data.items() if k not in ("variant", "module")})
+        cls = _find_variant(data["variant"], data.get("module"), data.get("file"))
+        return _build(cls, {k: v for k, v in data.items() if k not in ORIGIN})
     options = typing.get_args(kind)
     if isinstance(data, dict):
         return _build(next(k for k in (kind, *options) if dataclasses.is_dataclass(k)), data)
@@ -273,13 +298,31 @@ def _build(cls: type, data: dict) -> Any:
     return cls(**{name: from_dict(types[name], value) for name, value in data.items()})
 
 
-def _find_variant(name: str, module: str | None) -> type[Variant]:
+def load_module(name: str, path: Path) -> ModuleType:
+    """Runs a Python file as module `name`; it may import its neighbours, as NAME and as FOLDER.NAME."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    folders = [str(path.resolve().parents[i]) for i in (0, 1)]
+    sys.path[:0] = folders
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+    return module
+
+
+def _find_variant(name: str, module: str | None, file: str | None) -> type[Variant]:
     if name not in _VARIANTS and module:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ConfigError(f"variant {name!r} is registered by module {module!r}, which does not import here: "
-                              f"{error}") from error
+            require(bool(file) and Path(file).is_file(), f"variant {name!r} is registered by module {module!r}, which "
+                    f"does not import here ({error}), nor is its file {file} there")
+            load_module(module, Path(file))
     require(name in _VARIANTS, f"variant {name!r} is unknown: import the module that registers it; "
                                f"known: {', '.join(sorted(_VARIANTS))}")
     return _VARIANTS[name]
@@ -312,5 +355,7 @@ def _differences(a: Any, b: Any, prefix: str) -> dict[str, tuple[Any, Any]]:
         return {} if a == b else {prefix: (a, b)}
     found = {}
     for name in dict.fromkeys((*a, *b)):
+        if name in ("module", "file"):
+            continue  # where a variant's class lies says nothing about the model
         found |= _differences(a.get(name), b.get(name), f"{prefix}.{name}".lstrip("."))
     return found

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from kvjax.config import Config, ConfigError, require
+from kvjax.config import Config, ConfigError, load_module, require
 
 
 def config_folders() -> list[Path]:
@@ -28,23 +24,9 @@ def load_config(name_or_path: str) -> Config:
     Raises ConfigError, with the nearest names, if there is none, or if the file holds no `config`.
     """
     path = _find(name_or_path)
-    spec = importlib.util.spec_from_file_location(f"kvjax_config_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    with _importable(path.resolve().parents[1]):
-        spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
+    config = getattr(load_module(f"kvjax_config_{path.stem}", path), "config", None)
     require(isinstance(config, Config), f"{path} holds no `config = Config(...)`")
     return config
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Lets a file import its neighbours, as `configs.NAME`, from wherever the program was started."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def _find(name_or_path: str) -> Path:

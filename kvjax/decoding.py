@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -28,15 +29,31 @@ def decode(
     Returns:
         Logits float32 [B, T, V], or [B, V] with `last_only`, and the extended cache.
     Raises:
-        ValueError: shapes do not fit, or the cache is known to be too small. Under `jit`, `cache.overflowed` tells.
+        ValueError: shapes do not fit, ids are outside the vocabulary, counts outside 0 .. T, the cache is too small.
+            Under `jit` values are not known: such ids give NaN, counts are clipped, and `cache.overflowed` tells.
     """
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"tokens have shape {tokens.shape}: [B, T] with the cache's B = {cache.lengths.shape[0]} "
                          "is wanted")
-    last = None
-    if last_only:
-        real = jnp.full(tokens.shape[:1], tokens.shape[1]) if counts is None else jnp.asarray(counts)
-        last = jnp.maximum(real - 1, 0)
+    counts = _checked_counts(tokens, counts)
+    _check_known_ids(tokens, model.config.vocab_size)
+    last = jnp.maximum(counts - 1, 0) if last_only else None
     logits, rows = model.apply({"params": params}, tokens, cache, last, method="extend")
     return logits, cache.append(rows, counts)
+
+
+def _checked_counts(tokens: Array, counts: Array | None) -> Array:
+    batch, length = tokens.shape
+    counts = jnp.full((batch,), length, jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
+    if counts.shape != (batch,):
+        raise ValueError(f"counts have shape {counts.shape}: one number for each of the {batch} rows is wanted")
+    if not isinstance(counts, jax.core.Tracer) and ((counts < 0) | (counts > length)).any():
+        raise ValueError(f"counts are {counts.tolist()}: each must be between 0 and the {length} tokens of a row")
+    return jnp.clip(counts, 0, length)
+
+
+def _check_known_ids(tokens: Array, vocab_size: int) -> None:
+    if not isinstance(tokens, jax.core.Tracer) and ((tokens < 0) | (tokens >= vocab_size)).any():
+        raise ValueError(f"tokens hold ids from {tokens.min()} to {tokens.max()}: the vocabulary has ids 0 to "
+                         f"{vocab_size - 1}")

@@ -30,7 +30,8 @@ def training_flops_per_token(config: ModelConfig, length: int) -> float:
     """Operations of one training step per token, for sequences of `length` tokens.
 
     Forward pass and twice that for the backward pass; a multiply and an add count as two. Counted are weight products
-    and the attention that is not masked; not counted are norms, rotations, recomputation and the rebuilding of keys.
+    and the causal attention of one whole sequence (of packed documents less is needed); not counted are norms,
+    rotations, recomputation and the rebuilding of keys.
     """
     attention = sum(segment.depth * keys_seen(length, segment.window) for segment in make_plan(config).segments)
     attention *= 2 * 2 * config.attention.heads * config.attention.head_dim

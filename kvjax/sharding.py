@@ -13,7 +13,7 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.config import Config, MeshConfig, ModelConfig, require
+from kvjax.config import MeshConfig, require
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 
@@ -91,25 +91,6 @@ def pin_layout(x: Array, *axes: str | None) -> Array:
     return per_device(pin, (axes,), axes, (x,))(x)
 
 
-def parameter_shardings(config: ModelConfig, mesh: Mesh) -> dict:
-    """Placement of every weight of a model, as a tree like its parameters."""
-    from kvjax.model.parameters import parameters  # the model imports this module
-    return jax.tree.map(lambda p: named(mesh, *p.axes), parameters(config))
-
-
-def check(config: Config, mesh: Mesh) -> None:
-    """Raises ConfigError, with the numbers and the fix, if a size does not divide over its mesh axes."""
-    from kvjax.model.parameters import parameters
-    for path, param in jax.tree.leaves_with_path(parameters(config.model)):
-        for axis, size in zip(param.axes, param.shape, strict=True):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            _check_divides(mesh, axis, size, f"weight {where} {param.shape}")
-    per_step = config.train.batch_size // config.train.accumulation
-    _check_divides(mesh, "batch", per_step, f"train.batch_size {config.train.batch_size} / accumulation "
-                                            f"{config.train.accumulation}")
-    _check_divides(mesh, "length", config.model.context_length, "model.context_length")
-
-
 def _mesh_axes(axis: str | None) -> tuple[str, ...]:
     names = RULES.get(axis) if axis else None
     return (names,) if isinstance(names, str) else names or ()
@@ -123,7 +104,8 @@ def _divides(mesh, axis: str | None, size: int) -> bool:
     return size % _ways(mesh, axis) == 0
 
 
-def _check_divides(mesh: Mesh, axis: str | None, size: int, what: str) -> None:
+def check_divides(mesh: Mesh, axis: str | None, size: int, what: str) -> None:
+    """Raises ConfigError, with the numbers and the fix, if `size` does not split over the mesh axes of `axis`."""
     ways = _ways(mesh, axis)
     names = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in _mesh_axes(axis))
     require(size % ways == 0, f"{what}: its {axis} axis of {size} does not split {ways} ways ({names}); "

@@ -98,6 +98,11 @@ def kronecker(config, weights, x, positions, visible):
     return project_out(out, weights["o_proj"])
 
 
+def feed_forward(weights, x):
+    gate = x @ weights["gate"]
+    return (gate / (1 + np.exp(-gate)) * (x @ weights["up"])) @ weights["down"]
+
+
 ATTENTION = {"grouped_query": grouped_query, "kronecker": kronecker}
 """Registered name of every variant -> its naive form (config, weights, x [T, D], positions, visible [T, T])."""
 
@@ -123,8 +128,7 @@ def logits(config: ModelConfig, params, tokens, positions=None, segment_ids=None
         h = rms_norm(x, weights["attention_norm"], config.norm_eps)
         x = x + ATTENTION[config.attention.variant_name](config, weights["attention"], h, positions, visible)
         h = rms_norm(x, weights["feed_forward_norm"], config.norm_eps)
-        gate = h @ weights["feed_forward"]["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ weights["feed_forward"]["up"])) @ weights["feed_forward"]["down"]
+        x = x + feed_forward(weights["feed_forward"], h)
     x = rms_norm(x, params["final_norm"], config.norm_eps)
     return x @ (params["embedding"].T if config.tie_embeddings else params["unembedding"])
 

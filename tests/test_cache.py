@@ -137,6 +137,50 @@ def test_bad_sizes_are_refused(arguments, message):
         kvjax.init_cache(KPA, 1, 1, jnp.int32)
 
 
-def test_tokens_of_another_batch_are_refused():
-    with pytest.raises(ValueError, match=r"\(3, 1\).*B = 2"):
-        kvjax.decode(kvjax.build_model(KPA), {}, jnp.zeros((3, 1), jnp.int32), kvjax.init_cache(KPA, 2, 4))
+@pytest.mark.parametrize(("tokens", "counts", "message"), [
+    (np.zeros((3, 1), int), None, r"\(3, 1\).*B = 2"),
+    (np.zeros((2, 5), int), [9, 1], r"counts are \[9, 1\].*between 0 and the 5"),
+    (np.zeros((2, 5), int), [-2, 1], r"counts are \[-2, 1\]"),
+    (np.zeros((2, 5), int), [1], r"counts have shape \(1,\)"),
+    (np.full((2, 5), KPA.vocab_size), None, "ids from 61 to 61: the vocabulary has ids 0 to 60"),
+    (np.full((2, 5), -1), None, "ids from -1 to -1"),
+])
+def test_tokens_and_counts_that_make_no_sense_are_refused(tokens, counts, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.decode(kvjax.build_model(KPA), {}, tokens, kvjax.init_cache(KPA, 2, 8), counts)
+
+
+def test_decoding_over_many_turns_of_a_ring_equals_the_full_pass():
+    config, length = model_config(CASES["gqa"].attention, window=40), 400
+    model = kvjax.build_model(config)
+    tokens = jax.random.randint(jax.random.key(0), (2, length), 0, config.vocab_size)
+    params = jax.jit(model.init)(jax.random.key(1), tokens)["params"]
+    full = jax.jit(model.apply)({"params": params}, tokens)
+    step = jax.jit(lambda t, c, n: kvjax.decode(model, params, t, c, n))
+    cache, done = kvjax.init_cache(config, 2, length), np.zeros(2, int)
+    assert cache.components["k"].shape[-1] == 128
+    for counts in [(150, 7), (3, 150), (150, 60), (97, 150), (0, 33)]:  # chunks longer than the ring among them
+        chunk = np.zeros((2, 150), int)
+        for row, n in enumerate(counts):
+            chunk[row, :n] = tokens[row, done[row]:done[row] + n]
+        logits, cache = step(chunk, cache, np.asarray(counts))
+        for row, n in enumerate(counts):
+            np.testing.assert_allclose(logits[row, :n], full[row, done[row]:done[row] + n], atol=1e-4)
+        done += counts
+    np.testing.assert_array_equal(done, [400, 400])
+
+
+def test_windowed_caches_hold_whole_blocks_of_the_window():
+    config = model_config(CASES["gqa"].attention, window=130)
+    per_token = CASES["gqa"].elements * config.layers * 4
+    for length, room, kept in ((100, 128, 128), (1000, 1024, 256)):
+        cache = kvjax.init_cache(config, 2, length)
+        assert (cache.capacity, cache.nbytes) == (room, 2 * per_token * kept)
+        assert kvjax.cache_bytes_per_token(config, length=length) == per_token * kept / room
+    config = model_config(CASES["gqa"].attention, window=40)
+    cache = jax.jit(lambda c, n: c.append(new_rows(config, 2, 100, c.lengths), n))(
+        kvjax.init_cache(config, 2, 512).replace(lengths=jnp.asarray([500, 3])), jnp.asarray([100, 100]))
+    held = stored_tokens(cache, "k")[0, 0]
+    assert (held[np.arange(500, 512) % 128] == np.arange(500, 512)).all()
+    assert held.max() == 511, "what overflows is dropped"
+    np.testing.assert_array_equal(cache.overflowed, [True, False])

@@ -1,6 +1,6 @@
 """The table of components, its routing rule, and schemes that share components between layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import invariants
 import jax
@@ -11,7 +11,7 @@ import references
 from variants import CASES, model_config
 
 import kvjax
-from kvjax.attention import Component, Plan, Segment, Sharing
+from kvjax.attention import Component, GroupedQuery, Plan, Segment, Sharing, make_plan
 from kvjax.attention.components import latest
 
 
@@ -69,17 +69,71 @@ def test_layers_that_share_decode_as_they_train(name, sharing, slots, window):
         assert kvjax.cache_bytes_per_token(config) == 4 * slots * case.elements
 
 
-def test_sharing_layers_read_what_the_table_says():
-    """One entry for all layers, against the naive layer that is handed the first layer's stream for its keys."""
-    config = model_config(CASES["gqa"].attention, layers=2, sharing=OneForAll())
-    model, params, tokens, full = invariants.full_pass(config)
-    assert set(params["segment_1"]["layer_0"]["attention"]) == {"q_proj", "o_proj"}
-    other = jax.tree.map(lambda x: x, params)
-    first = other["segment_0"]["layer_0"]["attention"]
-    first["v_proj"] = jnp.zeros_like(first["v_proj"])
-    # Without the first layer's values no layer's attention adds anything: only feed-forward layers are left.
-    alone = model.apply({"params": other}, tokens)
-    shuffled = model.apply({"params": other}, tokens[:, ::-1])[:, ::-1]
-    np.testing.assert_allclose(alone, shuffled, atol=1e-5)
-    assert np.abs(full - alone).max() > 0.1
-    assert references.visible_tokens(3).sum() == 6
+@pytest.mark.parametrize(("sharing", "writer"), [(Pairs(), (0, 1, 1, 3, 3)), (OneForAll(), (0, 0, 0, 0, 0))])
+def test_layers_that_share_read_what_the_table_says(sharing, writer):
+    """Against a naive loop that is told which layer's keys and values each layer reads."""
+    config = model_config(CASES["gqa"].attention, layers=5, sharing=sharing)
+    _, params, tokens, full = invariants.full_pass(config)
+    layers = [jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), params[f"segment_{s}"][f"layer_{j}"])
+              for s, segment in enumerate(make_plan(config).segments)
+              for i in range(segment.repeats) for j in range(len(segment.layers))]
+    np.testing.assert_allclose(full[0], naive_sharing(config, params, layers, writer, tokens[0]), atol=1e-4)
+
+
+def naive_sharing(config, params, layers, writer, tokens):
+    a, positions, visible = config.attention, np.arange(len(tokens)), references.visible_tokens(len(tokens))
+    turn = lambda head: np.stack([references.rotate(head[p], p, config.rope_base) for p in positions])
+    x, made = np.asarray(params["embedding"], np.float64)[np.asarray(tokens)], {}
+    for number, weights in enumerate(layers):
+        h = references.rms_norm(x, weights["attention_norm"], config.norm_eps)
+        w = weights["attention"]
+        if writer[number] == number:
+            made[number] = ([turn(h @ w["k_proj"][:, g]) for g in range(a.kv_heads)],
+                            [h @ w["v_proj"][:, g] for g in range(a.kv_heads)])
+        keys, values = made[writer[number]]
+        queries = [turn(h @ w["q_proj"][:, i]) for i in range(a.heads)]
+        served = [i * a.kv_heads // a.heads for i in range(a.heads)]
+        heads = references.attend(queries, [keys[g] for g in served], [values[g] for g in served], visible,
+                                  a.head_dim**-0.5)
+        x = x + references.project_out(heads, w["o_proj"])
+        x = x + references.feed_forward(weights["feed_forward"],
+                                        references.rms_norm(x, weights["feed_forward_norm"], config.norm_eps))
+    final = references.rms_norm(x, np.asarray(params["final_norm"], np.float64), config.norm_eps)
+    return final @ np.asarray(params["embedding"], np.float64).T
+
+
+@kvjax.register("test_values_in_two_parts")
+@dataclass(frozen=True)
+class TwoParts(GroupedQuery):
+    """Grouped-query attention whose values are one projection in two components, and a component that is not kept."""
+
+    def components(self):
+        k, v = super().components()
+        half = replace(v, features=(self.kv_heads, self.head_dim // 2), axis=-1)
+        return k, replace(half, name="v_low"), replace(half, name="v_high"), replace(k, name="aside", param="aside",
+                                                                                   cached=False)
+
+    def partial(self, layer, path, queries, view):
+        whole = jnp.concatenate([view["v_low"], view["v_high"]], axis=-1)
+        return super().partial(layer, path, queries, view.replace(entries=view.entries | {"v": (whole,)}))
+
+
+def test_a_state_in_two_components_equals_the_whole():
+    sizes = {name: getattr(CASES["gqa"].attention, name) for name in ("heads", "kv_heads", "head_dim")}
+    config = model_config(TwoParts(**sizes))
+    invariants.check_decoding(config)
+    invariants.check_bytes(config, CASES["gqa"].elements)
+    _, _, tokens, full = invariants.full_pass(config)
+    params = invariants.random_params(config)
+    del params["segment_0"]["layer_0"]["attention"]["aside"]
+    plain = kvjax.build_model(model_config(CASES["gqa"].attention)).apply({"params": params}, tokens)
+    np.testing.assert_allclose(full, plain, atol=1e-5)
+
+
+def test_a_window_of_a_component_belongs_to_the_model():
+    @dataclass(frozen=True)
+    class Windowed(GroupedQuery):
+        def components(self):
+            return tuple(replace(c, window=4) for c in super().components())
+    with pytest.raises(kvjax.ConfigError, match="component k has a window of 4: set ModelConfig.window"):
+        kvjax.build_model(model_config(Windowed(4, 2, 8)))

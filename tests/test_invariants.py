@@ -101,6 +101,31 @@ def test_low_precision_stays_near_float32(name):
     assert np.corrcoef(np.ravel(half), np.ravel(full))[0, 1] > 0.999
 
 
+def test_low_precision_gradients_of_frequent_tokens_add_up():
+    """In bfloat16 a sum of equal terms stops growing at 256: gradients of the embedding must be added in float32."""
+    def embedding_gradient(dtype):
+        config = config_of("gqa", dtype=dtype, tie_embeddings=False)
+        model, params = kvjax.build_model(config), invariants.random_params(config)
+        tokens = jnp.full((8, 512), 3)
+        loss = lambda p: jax.nn.log_softmax(model.apply({"params": p}, tokens))[..., 5].sum()
+        return jax.jit(jax.grad(loss))(params)["embedding"][3]
+    exact = embedding_gradient("float32")
+    assert np.linalg.norm(embedding_gradient("bfloat16") - exact) < 0.05 * np.linalg.norm(exact)
+
+
+def test_norm_scales_are_not_rounded_to_the_compute_type():
+    config = config_of("gqa", dtype="bfloat16")
+    params = jax.tree.map(jnp.asarray, invariants.random_params(config))
+    apply = jax.jit(kvjax.build_model(config).apply)
+    before = apply({"params": params}, invariants.tokens_of(config))
+    layer = params["segment_0"]["layer_0"]
+    layer["feed_forward_norm"] = jnp.ones_like(layer["feed_forward_norm"])
+    one = apply({"params": params}, invariants.tokens_of(config))
+    layer["feed_forward_norm"] = layer["feed_forward_norm"] * 1.003  # bfloat16 rounds this to 1
+    assert np.abs(apply({"params": params}, invariants.tokens_of(config)) - one).max() > 0
+    assert np.abs(before - one).max() > 0
+
+
 class TestTransformations(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_decode_under_jit_and_not(self):

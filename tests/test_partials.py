@@ -89,7 +89,8 @@ def test_cudnn_is_asked_for_exactly_the_masked_attention(monkeypatch, window):
         return plain(*arguments, **settings)
     plain = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(partials, "has_cudnn_attention", lambda: True)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cuda, default: cuda(*arguments))
     q, k, v = (x.astype(jnp.bfloat16) for x in draw(11, width=8))
     mask = own_tokens(11, None, window, complete=True)
     out, _ = dense_attention(q, k, v, mask.dense(), 0.7)
@@ -101,7 +102,7 @@ def test_cudnn_is_refused_what_it_cannot_honour(monkeypatch):
     q, k, v = (x.astype(jnp.bfloat16) for x in draw(11, width=8))
     mask = own_tokens(11, None, None, complete=True)
     assert not partials.cudnn_honours(q, k, v, mask), "no GPU"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(partials, "has_cudnn_attention", lambda: True)
     assert partials.cudnn_honours(q, k, v, mask)
     assert not partials.cudnn_honours(q, k, v, own_tokens(11, jnp.ones((2, 11)), None, complete=True)), "packed"
     assert not partials.cudnn_honours(q, k, v, own_tokens(11, None, None)), "the log-sum-exp is needed"

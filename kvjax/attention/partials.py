@@ -77,18 +77,29 @@ def attend(
         keys, values: arrays or trees of arrays [B, S, ...].
         mask: visibility of keys to queries.
         scale: factor on the scores.
-        scores: (queries, keys) -> float32 [B, H, T, S].
-        combine: (weights [B, H, T, S], values) -> float32 [B, T, H, value width].
+        scores: (queries, keys) -> float32 [B, H, T, S], a function of its arguments only.
+        combine: (weights [B, H, T, S], values) -> float32 [B, T, H, value width], likewise.
     """
-    if scores is dot_scores and combine is dot_values and cudnn_honours(queries, keys, values, mask):
-        window = None if mask.window is None else (mask.window - 1, 0)
-        out = jax.nn.dot_product_attention(queries, keys, values, scale=scale, is_causal=True, local_window_size=window,
-                                           implementation="cudnn")
-        return Partial(out.astype(jnp.float32), None)
-
     def dense(queries, keys, values, mask):
         return _softmax(scores(queries, keys) * scale, values, mask, combine)
 
+    if scores is dot_scores and combine is dot_values and cudnn_honours(queries, keys, values, mask):
+        blocks = lambda q, k, v: _blockwise(dense, q, k, v, mask).out
+        cudnn = partial(_cudnn, mask.window, scale)
+        out = jax.lax.platform_dependent(queries, keys, values, cuda=cudnn, default=blocks)
+        return Partial(out, None)
+    return _blockwise(dense, queries, keys, values, mask)
+
+
+def _cudnn(window: int | None, scale: float, queries: Array, keys: Array, values: Array) -> Array:
+    near = None if window is None else (window - 1, 0)
+    out = jax.nn.dot_product_attention(queries, keys, values, scale=scale, is_causal=True, local_window_size=near,
+                                       implementation="cudnn")
+    return out.astype(jnp.float32)
+
+
+def _blockwise(dense: Callable[..., Partial], queries: Any, keys: Any, values: Any, mask: Mask) -> Partial:
+    """`dense`, for at most a block of queries at a time."""
     length = mask.query_order.shape[-1]
     if length <= QUERY_BLOCK:
         return dense(queries, keys, values, mask)
@@ -100,11 +111,17 @@ def attend(
     return Partial(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
 
 
+def has_cudnn_attention() -> bool:
+    """Whether this process has a CUDA device of compute capability 8.0 or more."""
+    device = jax.devices()[0]
+    return "cuda" in device.client.platform_version.lower() and float(device.compute_capability) >= 8
+
+
 def cudnn_honours(queries: Array, keys: Array, values: Array, mask: Mask) -> bool:
-    """Whether cuDNN's attention computes just this: on a GPU, in half precision, causal, without packed documents."""
-    width = queries.shape[-1]
-    return (jax.default_backend() == "gpu" and queries.dtype in (jnp.bfloat16, jnp.float16)
-            and keys.shape == values.shape and width % 8 == 0 and width <= 128
+    """Whether cuDNN's attention computes just this: half precision, causal, no packed documents, whole sequences."""
+    width, mesh = queries.shape[-1], jax.sharding.get_abstract_mesh()
+    return (has_cudnn_attention() and queries.dtype in (jnp.bfloat16, jnp.float16)
+            and mesh.shape.get("sequence", 1) == 1 and keys.shape == values.shape and width % 8 == 0 and width <= 128
             and mask.own and mask.complete and mask.query_segments is None and mask.valid is None)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from functools import lru_cache
 
 from kvjax.attention.components import Component, Plan, Segment
-from kvjax.config import ModelConfig, Variant
+from kvjax.config import ModelConfig, Variant, require
 
 
 class Sharing(Variant):
@@ -26,6 +26,9 @@ def own(components: tuple[Component, ...], layers: int, window: int | None) -> P
 @lru_cache(maxsize=256)
 def make_plan(config: ModelConfig) -> Plan:
     """The table of components and segments of a model. Raises ConfigError for sizes that do not fit."""
-    components = tuple(dataclasses.replace(c, window=config.window) for c in config.attention.components())
+    components = config.attention.components()
+    for c in components:
+        require(c.window is None, f"component {c.name} has a window of {c.window}: set ModelConfig.window instead")
+    components = tuple(dataclasses.replace(c, window=config.window) for c in components)
     spread = own if config.sharing is None else config.sharing.plan
     return spread(components, config.layers, config.window)

@@ -117,6 +117,8 @@ def validation_batches(config: DataConfig, tokenizer: Tokenizer, batch_size: int
     """
     array = token_splits(config, tokenizer).validation
     rows = _rows(array, length, config.pack, remainder=True)
+    require(len(rows) > 0, f"{array.name} has no tokens to evaluate on: give more text, or raise "
+                           "data.validation_fraction")
     wide = batch_size * process_count
     chosen = _validation_rows(len(rows), limit and limit * wide)
     blank = {name: np.zeros_like(value) for name, value in rows[0].items()}

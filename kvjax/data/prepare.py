@@ -172,15 +172,21 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, float]]:
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(f"{path}, line {number} is no JSON object with a field {column!r} ({error}): "
                                       "name the field with --column") from error
-                require(isinstance(text, str), f"{path}, line {number}: field {column!r} holds {text!r}, not text")
+                require(isinstance(text, str) and _is_unicode(text),
+                        f"{path}, line {number}: field {column!r} holds {text!r}, not text")
                 yield text, len(line)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether text can be UTF-8: JSON can spell half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else True
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, float]]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'kvjax[parquet]'") from error
+        raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install pyarrow") from error
     file = pyarrow.parquet.ParquetFile(path)
     require(column in file.schema_arrow.names,
             f"{path} has no column {column!r}, only {', '.join(file.schema_arrow.names)}: name one with --column")

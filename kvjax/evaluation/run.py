@@ -20,7 +20,8 @@ from kvjax.data.tokenizers import Tokenizer, load_tokenizer
 from kvjax.evaluation.cache_report import CacheReport
 from kvjax.evaluation.perplexity import evaluate
 from kvjax.model import build_model
-from kvjax.sharding import check, make_mesh
+from kvjax.model.placement import check
+from kvjax.sharding import make_mesh
 from kvjax.training.checkpoint import restore_params
 
 FOLDER = "eval"
@@ -73,17 +74,17 @@ def validation_loss(restored: Restored, limit: int | None = None) -> dict[str, f
 
 
 def write(run_dir: Path | str, step: int, limit: int | None, results: dict[str, float], cache: CacheReport,
-          overwrite: bool = False) -> Path:
-    """Writes results as eval/STEP.json, or eval/STEP_of_N_batches.json, in the run's folder; returns the path.
+          overwrite: bool = False) -> str:
+    """Writes results as eval/STEP.json, or eval/STEP_of_N_batches.json, in the run's folder; says what it did.
 
-    Raises ConfigError if the file holds other results, unless `overwrite`.
+    A file that holds other results (of another machine, say) is left as it is, unless `overwrite`.
     """
     name = f"{step}.json" if limit is None else f"{step}_of_{limit}_batches.json"
     path = Path(run_dir) / FOLDER / name
     content = {"step": step, **results, "cache": dataclasses.asdict(cache) | {"factor": cache.factor}}
     text = json.dumps(content, indent=2) + "\n"
     if path.exists() and path.read_text() != text and not overwrite:
-        raise ConfigError(f"{path} holds other results and was left as it is: replace it with --overwrite")
+        return f"{path} holds other results and was left as it is: --overwrite replaces it"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    return path
+    return f"written to {path}"

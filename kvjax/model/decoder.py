@@ -75,8 +75,12 @@ class Group(nn.Module):
     def _weights(self, index: int, decoding: bool) -> dict[str, Any]:
         name = f"layer_{index}"
         table = group_table(self.config, self.segment)[name]
-        weights = jax.tree.map(lambda w: w.astype(self.config.dtype), Weights(table, name=name)())
+        weights = jax.tree.map(self._computed, Weights(table, name=name)(), table)
         return jax.tree.map(in_place, weights, table) if decoding else weights
+
+    def _computed(self, weight: Array, param: Param) -> Array:
+        """Matrices in the compute type; the scales of norms stay as exact as they are trained."""
+        return weight.astype(self.config.dtype) if len(param.axes) > 1 else weight
 
     def dropout(self, x: Array) -> Array:
         return dropout(self, self.config.dropout, x)
@@ -118,8 +122,8 @@ class GroupAttention:
 
     def _attend_past(self, layer, queries, result: Partial) -> Partial:
         variant, positions = self.config.attention, self.context.positions
-        past = self.context.cache.past(self.segment.reads[0])
-        slots = {name: self._slots(name) for name in self.segment.reads}
+        past = self.context.cache.past(next(c.name for c in layer.reads if c.cached))
+        slots = {c.name: self._slots(c.name) for c in layer.reads if c.cached}
 
         def attend_block(block, result):
             view = past.view(block, slots, positions, self.segment.window, self.config.dtype)
@@ -158,6 +162,15 @@ def dropout(module: nn.Module, rate: float, x: Array) -> Array:
         return x
     kept = jax.random.bernoulli(module.make_rng("dropout"), 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def embed(table: Array, tokens: Array) -> Array:
+    """Rows of a float32 table [V, D]; ids outside it give NaN, not some other token's row.
+
+    Rounding to the compute type comes after: before, the gradients of a frequent token would add up in that type.
+    """
+    known = jnp.where(tokens < 0, len(table), tokens)  # negative ids would count from the end
+    return table.at[known].get(mode="fill", fill_value=jnp.nan)
 
 
 def restarting_positions(segment_ids: Array) -> Array:
@@ -212,8 +225,7 @@ class Decoder(nn.Module):
         return (logits if last is None else logits[:, 0]), rows
 
     def _run(self, tokens: Array, context: Context) -> tuple[Array, dict[str, Array]]:
-        table = constrain(self.outer["embedding"].astype(self.config.dtype), "vocab", None)
-        x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)  # ids outside the vocabulary: NaN, not another token
+        x = embed(constrain(self.outer["embedding"], "vocab", None), tokens).astype(self.config.dtype)
         x = constrain(dropout(self, self.config.dropout, x), *STREAM)
         rows: dict[str, list[Array]] = {}
         for segment, scanned in zip(make_plan(self.config).segments, self.segments, strict=True):

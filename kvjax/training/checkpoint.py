@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from kvjax.config import CheckpointConfig, Config, ConfigError, load, require
 from kvjax.model import parameters
-from kvjax.sharding import parameter_shardings
+from kvjax.model.placement import parameter_shardings
 from kvjax.training import run_folder
 from kvjax.training.state import TrainState
 
@@ -152,9 +152,11 @@ def _newest_intact(run_dir: Path, steps: list[int], read: Callable[[int], T]) ->
         result, error = None, None
         try:
             result = read(step)
-        except ConfigError:
+        except (ConfigError, MemoryError, PermissionError):
             raise
         except Exception as caught:  # Orbax and TensorStore raise a dozen types for files that are cut or missing
+            if "RESOURCE_EXHAUSTED" in str(caught):
+                raise  # too little memory says nothing about the file
             error = caught
         if _all_agree(error is None):
             return step, result, damaged

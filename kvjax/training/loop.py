@@ -20,7 +20,8 @@ from kvjax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, m
 from kvjax.evaluation.perplexity import evaluate
 from kvjax.flops import training_flops_per_token
 from kvjax.model import build_model
-from kvjax.sharding import check, make_mesh
+from kvjax.model.placement import check
+from kvjax.sharding import make_mesh
 from kvjax.training import report, run_folder
 from kvjax.training.checkpoint import Checkpoints
 from kvjax.training.hooks import Every, Hook, Profiler, StopSignal
@@ -86,20 +87,8 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
             return state
         files = stack.enter_context(MetricsFiles(run.folder, start))
 
-        def validate(step: int, state: TrainState) -> None:
-            loss = run.validation(state.params, config.train.eval_batches)["loss"]
-            display.say(f"step {step}: validation loss {loss:.4f}")
-            files.write(step, {"validation_loss": loss})
-
-        def save(step: int, state: TrainState) -> None:
-            checkpoints.save(step, state, run.data)
-
-        hooks = [
-            Every(config.checkpoint.every_steps, save, at_end=True),
-            Every(config.train.eval_every, validate, at_end=False),
-            Profiler(config.train, start, run.folder / run_folder.PROFILE),
-        ]
-        last = min(stop_after or config.train.steps, config.train.steps)
+        hooks = periodic(run, checkpoints, display, files, start)
+        last = config.train.steps if stop_after is None else min(stop_after, config.train.steps)
         with display:
             state = run_steps(run, state, hooks, Monitor(run, display, files), range(start + 1, last + 1))
         checkpoints.wait()
@@ -108,6 +97,23 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
         else:
             display.say(f"stopped and saved after step {int(state.step)}: the same command resumes {run.folder}")
     return state
+
+
+def periodic(run: Run, checkpoints: Checkpoints, display: Display, files: MetricsFiles, start: int) -> list[Hook]:
+    """What a run does between steps: checkpoints, validation, a profiler trace."""
+    def validate(step: int, state: TrainState) -> None:
+        loss = run.validation(state.params, run.config.train.eval_batches)["loss"]
+        display.say(f"step {step}: validation loss {loss:.4f}")
+        files.write(step, {"validation_loss": loss})
+
+    def save(step: int, state: TrainState) -> None:
+        checkpoints.save(step, state, run.data)
+
+    return [
+        Every(run.config.checkpoint.every_steps, save, at_end=True),
+        Every(run.config.train.eval_every, validate, at_end=False),
+        Profiler(run.config.train, start, run.folder / run_folder.PROFILE),
+    ]
 
 
 def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Sequence[jax.Device] | None = None) -> Run:

@@ -36,8 +36,8 @@ def summary(config: Config, mesh: Mesh) -> str:
     kinds = ", ".join(sorted({device.device_kind for device in mesh.devices.flat}))
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (f"parameters: {parameter_count(config.model):,}\n"
-            f"cache: {cache.measured:,.0f} bytes per token in {cache.dtype}, {cache.factor:.2f}x less than "
-            f"multi-head attention of the same width ({cache.multi_head:,.0f})\n"
+            f"cache: {cache.measured:,.0f} bytes per token in {cache.dtype}; multi-head attention of this width: "
+            f"{cache.multi_head:,.0f}, {cache.factor:.2f} times that\n"
             f"devices: {mesh.size} ({kinds}), {jax.process_count()} processes; mesh: {axes}")
 
 

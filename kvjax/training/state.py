@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.config import Config
-from kvjax.sharding import parameter_shardings
+from kvjax.model.placement import parameter_shardings
 
 
 @struct.dataclass

@@ -11,7 +11,8 @@ from kvjax import ModelConfig, build_model
 from kvjax.attention.grouped_query import GroupedQuery
 from kvjax.config import ConfigError, MeshConfig
 from kvjax.evaluation.perplexity import evaluate
-from kvjax.sharding import make_mesh, parameter_shardings
+from kvjax.model.placement import parameter_shardings
+from kvjax.sharding import make_mesh
 
 ROWS, LENGTH, VOCAB = 4, 12, 24
 
