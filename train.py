@@ -75,3 +75,5 @@ if __name__ == "__main__":
     except (ConfigError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -47,7 +47,7 @@ def published(scale: str, attention: Attention) -> Config:
                         remat="none" if scale == "125m" else "dots")
     return Config(
         model=model,
-        train=TrainConfig(steps=50_000, batch_size=1024, accumulation=16),
+        train=TrainConfig(steps=50_000, batch_size=1024, accumulation=16, accelerator=True),
         data=DataConfig(source="tokens:data/fineweb_edu", tokenizer="gpt2", workers=2),
         optimizer=OptimizerConfig(peak_lr=sizes.peak_lr, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0),
         checkpoint=CheckpointConfig(every_steps=1000, keep_every=10_000),

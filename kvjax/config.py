@@ -225,7 +225,7 @@ class TrainConfig:
     sample_tokens: int = 200
     """Tokens of the text sample shown at the end of a run; 0: none."""
     sample_prompt: str = "\n"
-    accelerator: bool = True
+    accelerator: bool = False
     """Meant for a TPU or GPU: refuses to start on a CPU unless told."""
     profile_start: int | None = None
     """First step of the profiler trace; None: no trace."""
@@ -252,11 +252,6 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-
-    def __post_init__(self):
-        require(self.optimizer.warmup_steps < self.train.steps,
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} does not end before the run of "
-                f"train.steps {self.train.steps}: lower the one or raise the other")
 
 
 def to_dict(config: Any) -> Any:

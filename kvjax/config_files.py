@@ -21,10 +21,14 @@ def config_names() -> list[str]:
 def load_config(name_or_path: str) -> Config:
     """Loads a configuration by its name, or from the path of a Python file.
 
-    Raises ConfigError, with the nearest names, if there is none, or if the file holds no `config`.
+    Raises ConfigError, with the nearest names, if there is none, or if the file fails or holds no `config`.
     """
     path = _find(name_or_path)
-    config = getattr(load_module(f"kvjax_config_{path.stem}", path), "config", None)
+    try:
+        module = load_module(f"kvjax_config_{path.stem}", path)
+    except Exception as error:  # whatever a user's file raises
+        raise ConfigError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    config = getattr(module, "config", None)
     require(isinstance(config, Config), f"{path} holds no `config = Config(...)`")
     return config
 

@@ -45,7 +45,6 @@ CONFIG = Config(model=model_config(CASES["kpa"].attention), train=TrainConfig(st
     (lambda: MeshConfig(data=0), "above 0, or -1"),
     (lambda: CheckpointConfig(every_steps=10, keep_every=15), "multiple of every_steps"),
     (lambda: TrainConfig(steps=1, batch_size=8, accumulation=3), "batch_size 8 is not a multiple of accumulation 3"),
-    (lambda: replace(CONFIG, train=TrainConfig(steps=2000, batch_size=8)), "warmup_steps 2000 does not end before"),
 ])
 def test_bad_values_are_named(build, message):
     with pytest.raises(kvjax.ConfigError, match=message):

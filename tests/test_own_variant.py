@@ -30,7 +30,7 @@ config = Config(
                       context_length=32, dtype="float32"),
     data=DataConfig(source="text:TEXT", tokenizer="bytes", validation_fraction=0.3),
     optimizer=OptimizerConfig(warmup_steps=1),
-    train=TrainConfig(steps=2, batch_size=2, eval_every=2, eval_batches=1, sample_tokens=0, accelerator=False))
+    train=TrainConfig(steps=2, batch_size=2, eval_every=2, eval_batches=1, sample_tokens=0))
 '''
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -70,9 +71,9 @@ def prepare(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     index = _write(partial, items(), chosen)
-    require(all(index["splits"][split]["documents"] for split in _SPLITS),
-            f"{input!r} has too few documents for both splits: give more text or change validation_fraction "
-            f"({validation_fraction})")
+    for split, change in (("train", "lower"), ("validation", "raise")):
+        require(index["splits"][split]["documents"] > 0, f"no document of {input!r} fell into the {split} split: give "
+                f"more text, or {change} --validation-fraction ({validation_fraction})")
     chosen.save(partial / "tokenizer")
     (partial / INDEX).write_text(json.dumps(index | {"tokenizer": tokenizer, "input": input}, indent=2) + "\n")
     if output.exists():
@@ -208,7 +209,8 @@ def main() -> None:
     try:
         tyro.cli(prepare, prog="python -m kvjax.data.prepare")
     except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

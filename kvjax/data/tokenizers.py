@@ -107,7 +107,10 @@ def make_tokenizer(config: DataConfig) -> Tokenizer:
     """
     kind, _, name = config.source.partition(":")
     if kind == "tokens":
-        return load_tokenizer(Path(name).expanduser() / "tokenizer")
+        folder = Path(name).expanduser()
+        require((folder / "tokenizer").is_dir(), f"{folder} holds no prepared tokens: make them with "
+                                                 f"python -m kvjax.data.prepare INPUT {folder}")
+        return load_tokenizer(folder / "tokenizer")
     return build_tokenizer(config.tokenizer, lambda: load_documents(config).train)
 
 

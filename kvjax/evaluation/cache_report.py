@@ -68,7 +68,7 @@ def report(config: ModelConfig, length: int | None = None, dtype: str | None = N
 def table(result: CacheReport) -> Table:
     """The report as a table for the terminal."""
     out = Table("component", "features", "slots", "bytes / token",
-                title=f"cache, {result.dtype}, {result.length} tokens of context")
+                title=f"cache, {result.dtype}, with room for {result.length} tokens")
     for column in out.columns[2:]:
         column.justify = "right"
     for row in result.components:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ class StopSignal:
 
     def _receive(self, number: int, _frame) -> None:
         self._received = True
+        print("\nstopping after this step and saving; once more stops at once, unsaved", file=sys.stderr, flush=True)
         signal.signal(number, self._previous[number])
 
     def requested(self, step: int) -> bool:

@@ -71,8 +71,9 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     Raises ConfigError on settings that can't work, and Diverged when loss or gradient are no longer finite; such a
       state is never saved.
     """
-    run = open_run(config, Path(run_dir), overwrite, devices)
     with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        run = open_run(config, Path(run_dir), overwrite, devices)
         stack.enter_context(jax.set_mesh(run.mesh))
         stack.enter_context(closing(run.data))
         checkpoints = stack.enter_context(Checkpoints(run.folder, config.checkpoint))
@@ -90,7 +91,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
         hooks = periodic(run, checkpoints, display, files, start)
         last = config.train.steps if stop_after is None else min(stop_after, config.train.steps)
         with display:
-            state = run_steps(run, state, hooks, Monitor(run, display, files), range(start + 1, last + 1))
+            state = run_steps(run, state, hooks, Monitor(run, display, files), stop, range(start + 1, last + 1))
         checkpoints.wait()
         if int(state.step) == config.train.steps:
             finish(run, state, display, files)
@@ -141,27 +142,27 @@ def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Seq
     return run or build(load_tokenizer(saved))
 
 
-def run_steps(run: Run, state: TrainState, hooks: Sequence[Hook], monitor: Monitor, steps: range) -> TrainState:
+def run_steps(run: Run, state: TrainState, hooks: Sequence[Hook], monitor: Monitor, stop: StopSignal,
+              steps: range) -> TrainState:
     """Runs numbered steps, until the last or until a signal asks to stop. At most two are in flight."""
     train_step = make_train_step(run.model, run.optimizer, run.config, run.mesh)
     unread: tuple[int, Metrics] | None = None
-    with StopSignal() as stop:
-        for step in steps:
-            batch = place(next(run.data), run.mesh, run.config.train.batch_size)
-            state, metrics = train_step(state, batch)
-            if unread:
-                monitor.read(*unread)  # the step before, while this one runs
-            unread = step, metrics
-            ending = stop.requested(step) or step == steps[-1]
-            due = [hook for hook in hooks if hook.due(step, ending)]
-            if due:
-                monitor.read(*unread)  # before any hook: a state that diverged must not be saved
-                unread = None
-                for hook in due:
-                    hook.run(step, state)
-                monitor.restart_clock()
-            if ending:
-                break
+    for step in steps:
+        batch = place(next(run.data), run.mesh, run.config.train.batch_size)
+        state, metrics = train_step(state, batch)
+        if unread:
+            monitor.read(*unread)  # the step before, while this one runs
+        unread = step, metrics
+        ending = stop.requested(step) or step == steps[-1]
+        due = [hook for hook in hooks if hook.due(step, ending)]
+        if due:
+            monitor.read(*unread)  # before any hook: a state that diverged must not be saved
+            unread = None
+            for hook in due:
+                hook.run(step, state)
+            monitor.restart_clock()
+        if ending:
+            break
     return state
 
 
@@ -203,7 +204,7 @@ def finish(run: Run, state: TrainState, display: Display, files: MetricsFiles) -
     numbers = {"validation_loss": results["loss"], "validation_nats_per_byte": results["nats_per_byte"]}
     if readable:
         orders = report.byte_models(config.data)
-        display.say("on the same text: " + ", ".join(f"an order-{n} byte model {x:.4f}" for n, x in orders.items()))
+        display.say("on the same text: " + ", ".join(f"order-{n} byte model {x:.4f} nats" for n, x in orders.items()))
         numbers |= {f"order_{n}_nats_per_byte": x for n, x in orders.items()}
     files.write(config.train.steps, numbers)
     if config.train.sample_tokens and jax.process_count() == 1:

@@ -18,6 +18,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     It rises linearly to the peak at step `warmup_steps`, and step `steps` uses the final value exactly.
     Raises ConfigError if warm-up and decay are longer than the run.
     """
+    require(config.warmup_steps < steps, f"optimizer.warmup_steps {config.warmup_steps} does not end before the run of "
+            f"train.steps {steps}: lower --optimizer.warmup-steps or raise --train.steps")
     left = steps - config.warmup_steps
     final = config.peak_lr * config.final_lr_fraction
     if config.schedule == "cosine":

@@ -39,6 +39,8 @@ def test_constant_without_warm_up():
 def test_wsd_longer_than_the_run_is_refused():
     with pytest.raises(ConfigError, match="warmup_steps 15 and a decay of 10 steps .* longer than .* 20"):
         learning_rate(OptimizerConfig(schedule="wsd", warmup_steps=15, decay_fraction=0.5), 20)
+    with pytest.raises(ConfigError, match="warmup_steps 20 does not end before .* train.steps 20"):
+        learning_rate(OptimizerConfig(warmup_steps=20), 20)
 
 
 def test_decay_applies_to_matrices_only_though_layers_are_stacked(config):
