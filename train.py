@@ -52,9 +52,17 @@ def parse(arguments: list[str]) -> Arguments:
 
 def main(arguments: list[str]) -> None:
     args = parse(arguments)
+    processes = (args.coordinator, args.process_id, args.process_count)
+    require(args.distributed or processes == (None, None, None),
+            "--coordinator, --process-id and --process-count mean something only with --distributed")
+    require(args.dry_run or args.topology is None, "--topology means something only with --dry-run")
     if args.distributed:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(args.coordinator, args.process_count, args.process_id)
+        try:
+            jax.distributed.initialize(args.coordinator, args.process_count, args.process_id)
+        except ValueError as error:
+            raise ConfigError(f"--distributed: {error}; give --coordinator HOST:PORT, --process-id and "
+                              "--process-count where JAX does not know the cluster") from error
     if args.dry_run:
         from kvjax.ahead_of_time import report
         print(report(args.config, args.topology))

@@ -290,7 +290,10 @@ def _build(cls: type, data: dict) -> Any:
     names = {f.name for f in dataclasses.fields(cls)}
     unknown = sorted(set(data) - names)
     require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}: it was saved by another version of kvjax")
-    return cls(**{name: from_dict(types[name], value) for name, value in data.items()})
+    try:
+        return cls(**{name: from_dict(types[name], value) for name, value in data.items()})
+    except TypeError as error:
+        raise ConfigError(f"{cls.__name__} cannot be made of {data}: {error}") from error
 
 
 def load_module(name: str, path: Path) -> ModuleType:
@@ -334,8 +337,9 @@ def load(kind: type, path: Path) -> Any:
         data = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: is this the folder of a run?") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    require(isinstance(data, dict), f"{path} holds no settings of a {kind.__name__}")
     return from_dict(kind, data)
 
 

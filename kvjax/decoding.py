@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.attention.sharing import make_plan
 from kvjax.cache import Cache
 from kvjax.model.decoder import Decoder
 
@@ -36,15 +37,27 @@ def decode(
     if tokens.ndim != 2 or tokens.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"tokens have shape {tokens.shape}: [B, T] with the cache's B = {cache.lengths.shape[0]} "
                          "is wanted")
+    _check_cache(model, cache)
     counts = _checked_counts(tokens, counts)
+    tokens = jnp.where(jnp.arange(tokens.shape[1]) < counts[:, None], tokens, 0)  # padding may be anything
     _check_known_ids(tokens, model.config.vocab_size)
     last = jnp.maximum(counts - 1, 0) if last_only else None
     logits, rows = model.apply({"params": params}, tokens, cache, last, method="extend")
     return logits, cache.append(rows, counts)
 
 
+def _check_cache(model: Decoder, cache: Cache) -> None:
+    plan = make_plan(model.config)
+    held = {name: (c.shape[0], c.shape[2]) for name, c in cache.components.items()}
+    if cache.table != plan.cached or held != {c.name: (plan.slots(c.name), c.size) for c in plan.cached}:
+        raise ValueError(f"the cache is of another model: it holds (slots, features) {held}; make it with "
+                         "init_cache(model.config, ...)")
+
+
 def _checked_counts(tokens: Array, counts: Array | None) -> Array:
     batch, length = tokens.shape
+    if not length:
+        raise ValueError("tokens have length 0: give at least one column, with counts of 0 for rows that wait")
     counts = jnp.full((batch,), length, jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
     if counts.shape != (batch,):
         raise ValueError(f"counts have shape {counts.shape}: one number for each of the {batch} rows is wanted")

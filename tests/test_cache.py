@@ -1,6 +1,7 @@
 """The cache: append, rings, overflow, layout."""
 
 import chex
+import invariants
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +149,20 @@ def test_bad_sizes_are_refused(arguments, message):
 def test_tokens_and_counts_that_make_no_sense_are_refused(tokens, counts, message):
     with pytest.raises(ValueError, match=message):
         kvjax.decode(kvjax.build_model(KPA), {}, tokens, kvjax.init_cache(KPA, 2, 8), counts)
+
+
+def test_padding_may_hold_any_id():
+    model, params, tokens, full = invariants.full_pass(KPA)
+    padded = tokens[:, :5].at[:, 3:].set(-1)
+    logits, _ = kvjax.decode(model, params, padded, kvjax.init_cache(KPA, invariants.BATCH, 8), [3, 3, 3])
+    np.testing.assert_allclose(logits[:, :3], full[:, :3], atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [dict(window=16), dict(layers=2)])
+def test_a_cache_of_another_model_is_refused(other):
+    cache = kvjax.init_cache(model_config(CASES["kpa"].attention, **other), 1, 8)
+    with pytest.raises(ValueError, match="the cache is of another model"):
+        kvjax.decode(kvjax.build_model(KPA), {}, np.zeros((1, 1), int), cache)
 
 
 def test_decoding_over_many_turns_of_a_ring_equals_the_full_pass():

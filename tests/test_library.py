@@ -28,7 +28,7 @@ def test_tokens_outside_the_vocabulary_are_not_silently_others():
     model, params, tokens, _ = invariants.full_pass(model_config(CASES["kpa"].attention))
     for unknown in (VOCAB, -1):
         logits = model.apply({"params": params}, tokens.at[0, 3].set(unknown))
-        assert np.isnan(logits[0, 3]).all() and np.isfinite(logits[1]).all()
+        assert np.isnan(logits[0, 3:]).all() and np.isfinite(logits[0, :3]).all() and np.isfinite(logits[1]).all()
 
 
 def test_logit_softcap_bounds_logits():

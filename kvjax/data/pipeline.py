@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
+import threading
+import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +80,7 @@ class TrainingIterator(grain.DatasetIterator):
             if not flags.FLAGS.is_parsed():  # Grain's workers read absl flags, which only absl programs have parsed
                 flags.FLAGS(["kvjax"])
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=2),
-                                          worker_init_fn=_leave_interrupts_to_the_parent)
+                                          worker_init_fn=_follow_the_parent)
         return iter(dataset)
 
     def _stop(self) -> None:
@@ -86,9 +89,16 @@ class TrainingIterator(grain.DatasetIterator):
             self._ahead = None
 
 
-def _leave_interrupts_to_the_parent(*_) -> None:
-    """Ctrl-C reaches workers too; the training process decides when they end."""
+def _follow_the_parent(*_) -> None:
+    """Ctrl-C reaches workers too, but the training process decides when they end; they also end if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def training_iterator(config: DataConfig, tokenizer: Tokenizer, batch_size: int, length: int, seed: int,

@@ -68,7 +68,7 @@ def prepare(
 
     chosen = build_tokenizer(tokenizer, lambda: (item.text for item in items() if item.split == "train"))
     partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir(parents=True)
     index = _write(partial, items(), chosen)
     for split, change in (("train", "lower"), ("validation", "raise")):
@@ -76,8 +76,7 @@ def prepare(
                 f"more text, or {change} --validation-fraction ({validation_fraction})")
     chosen.save(partial / "tokenizer")
     (partial / INDEX).write_text(json.dumps(index | {"tokenizer": tokenizer, "input": input}, indent=2) + "\n")
-    if output.exists():
-        shutil.rmtree(output)
+    _remove(output)
     partial.rename(output)
     for split, entry in index["splits"].items():
         print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, {entry['text_bytes']:,} bytes")
@@ -85,12 +84,32 @@ def prepare(
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists():
+    if not output.exists() or output.is_dir() and not any(output.iterdir()):
         return
-    require((output / INDEX).is_file() or (output.is_dir() and not any(output.iterdir())),
-            f"{output} exists and was not made by this command: choose another output")
-    require(overwrite or not (output / INDEX).is_file(),
-            f"{output} exists: give --overwrite to replace it, or choose another output")
+    require(_made_here(output), f"{output} exists and was not made by this command: choose another output")
+    require(overwrite, f"{output} exists: give --overwrite to replace it, or choose another output")
+    _refuse_foreign(output)
+
+
+def _made_here(folder: Path) -> bool:
+    try:
+        return {"dtype", "vocab_size", "splits"} <= json.loads((folder / INDEX).read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises ConfigError if a folder holds anything that this command does not write."""
+    ours = {INDEX, "tokenizer", *(f"{split}{end}" for split in _SPLITS for end in (".bin", ".starts.npy"))}
+    foreign = sorted({path.name for path in folder.iterdir()} - ours)
+    require(not foreign, f"{folder} holds {', '.join(foreign)}, which this command did not write: move it away")
+
+
+def _remove(folder: Path) -> None:
+    """Deletes a folder of this command's, finished or not."""
+    if folder.exists():
+        _refuse_foreign(folder)
+        shutil.rmtree(folder)
 
 
 def _write(folder: Path, items: Iterable[Item], tokenizer: Tokenizer) -> dict:

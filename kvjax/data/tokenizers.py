@@ -135,8 +135,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer.json, or the one in the folder `path`. Raises ConfigError if it is missing or unreadable."""
     path = Path(path) / _FILE if Path(path).is_dir() else Path(path)
     require(path.is_file(), f"{path} does not exist: give a tokenizer.json, or a folder that holds one")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         if json.loads(text).get("type") == "bytes":
             return ByteTokenizer()
         return SubwordTokenizer(tokenizers.Tokenizer.from_str(text), str(path))

@@ -164,15 +164,6 @@ def dropout(module: nn.Module, rate: float, x: Array) -> Array:
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-def embed(table: Array, tokens: Array) -> Array:
-    """Rows of a float32 table [V, D]; ids outside it give NaN, not some other token's row.
-
-    Rounding to the compute type comes after: before, the gradients of a frequent token would add up in that type.
-    """
-    known = jnp.where(tokens < 0, len(table), tokens)  # negative ids would count from the end
-    return table.at[known].get(mode="fill", fill_value=jnp.nan)
-
-
 def restarting_positions(segment_ids: Array) -> Array:
     """Positions [B, T] that begin at 0 in every document of `segment_ids` [B, T]."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
@@ -225,7 +216,11 @@ class Decoder(nn.Module):
         return (logits if last is None else logits[:, 0]), rows
 
     def _run(self, tokens: Array, context: Context) -> tuple[Array, dict[str, Array]]:
-        x = embed(constrain(self.outer["embedding"], "vocab", None), tokens).astype(self.config.dtype)
+        known = (tokens >= 0) & (tokens < self.config.vocab_size)
+        # Rounding to the compute type comes after the look-up: before, the gradients of a frequent token would add up
+        # in that type.
+        table = constrain(self.outer["embedding"], "vocab", None)
+        x = table[jnp.where(known, tokens, 0)].astype(self.config.dtype)
         x = constrain(dropout(self, self.config.dropout, x), *STREAM)
         rows: dict[str, list[Array]] = {}
         for segment, scanned in zip(make_plan(self.config).segments, self.segments, strict=True):
@@ -233,6 +228,8 @@ class Decoder(nn.Module):
             x, new = scanned(x, jnp.arange(segment.repeats), context, handed)
             for name, made in new.items():
                 rows.setdefault(name, []).append(made.reshape(-1, *made.shape[2:]))
+        # An unknown id is not silently another token: from there on a row is NaN.
+        x = jnp.where(jnp.cumprod(known, axis=1)[..., None] > 0, x, jnp.nan)
         return x, {name: jnp.concatenate(made) for name, made in rows.items()}
 
     def _logits(self, x: Array) -> Array:

@@ -74,6 +74,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         run = open_run(config, Path(run_dir), overwrite, devices)
+        stack.enter_context(run_folder.locked(run.folder))
         stack.enter_context(jax.set_mesh(run.mesh))
         stack.enter_context(closing(run.data))
         checkpoints = stack.enter_context(Checkpoints(run.folder, config.checkpoint))
@@ -180,8 +181,8 @@ class Monitor:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not math.isfinite(values["loss"] + values["grad_norm"]):
             raise Diverged(f"step {step}: the loss is {values['loss']}, its gradient's norm {values['grad_norm']}: "
-                           "this state was not saved. Lower optimizer.peak_lr, lengthen the warm-up, or look at the "
-                           "data of this step")
+                           "this state was not saved. Look at the data of this step, or start another run with a "
+                           "lower --optimizer.peak-lr or a longer warm-up")
         self._meter.finished_step()
         self._display.advance(step)
         if step % self._config.log_every == 0 or step == self._config.steps:

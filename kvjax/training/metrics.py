@@ -70,8 +70,10 @@ class MetricsFiles:
         self._lines = self._board = None
         if jax.process_index() == 0:
             path = run_dir / run_folder.METRICS
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= start] if path.exists() else []
-            path.write_text("".join(f"{line}\n" for line in kept))
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            partial = path.with_name(path.name + run_folder.UNFINISHED)
+            partial.write_text("".join(f"{line}\n" for line in lines if _step(line) <= start))
+            partial.replace(path)
             self._lines = path.open("a", buffering=1)
             self._board = SummaryWriter(str(run_dir / run_folder.TENSORBOARD), purge_step=start + 1)
 
@@ -94,8 +96,8 @@ class MetricsFiles:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return float("inf")  # cut off in the middle: the step is done again
 
 

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -18,7 +21,8 @@ from kvjax.data.tokenizers import Tokenizer
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 TOKENIZER, CHECKPOINTS, DAMAGED, TENSORBOARD, PROFILE = "tokenizer", "checkpoints", "damaged", "tensorboard", "profile"
 UNFINISHED = ".partial"
-CONTENTS = (TOKENIZER, TOKENIZER + UNFINISHED, CHECKPOINTS, DAMAGED, METRICS, TENSORBOARD, PROFILE, "eval",
+LOCK = "lock"
+CONTENTS = (TOKENIZER, TOKENIZER + UNFINISHED, CHECKPOINTS, DAMAGED, METRICS, TENSORBOARD, PROFILE, "eval", LOCK,
             CONFIG + UNFINISHED, CONFIG)
 """What a run and its evaluation write: nothing else in its folder is ever deleted. The last marks it as a run's."""
 
@@ -46,7 +50,10 @@ def open_folder(config: Config, tokenizer: Tokenizer, folder: Path, overwrite: b
     """Makes `folder` the folder of a run; with `overwrite`, what an earlier run wrote there is deleted first."""
     if overwrite:
         _delete(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error}; choose another --run-dir") from error
     # Moved into place, so that an interruption can't leave half of one.
     partial = folder / (CONFIG + UNFINISHED)
     save(config, partial)
@@ -67,6 +74,20 @@ def refuse_differences(saved: Config, config: Config, folder: Path) -> None:
                           "choose another --run-dir, or start afresh with --overwrite")
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a second run out of the folder. Raises ConfigError if another process trains there."""
+    if jax.process_index() != 0:
+        yield
+        return
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process trains in {folder}: wait for it, or choose another --run-dir") from None
+        yield
+
+
 def wait_for_all(name: str) -> None:
     """Waits until every process got here."""
     if jax.process_count() > 1:
@@ -76,7 +97,9 @@ def wait_for_all(name: str) -> None:
 def _is_run(folder: Path) -> bool:
     try:
         saved = json.loads((folder / CONFIG).read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
+        require(not (folder / CHECKPOINTS).exists(), f"{folder} holds checkpoints, but its {CONFIG} is missing or "
+                "damaged: put the configuration back (a run prints it as it starts), or choose another --run-dir")
         return False
     return isinstance(saved, dict) and {"model", "train"} <= saved.keys()
 

@@ -165,6 +165,25 @@ def test_inputs_of_other_kinds(tmp_path):
         prepare(f"{tmp_path}/none*", tmp_path / "out", tokenizer="bytes")
 
 
+def test_overwrite_deletes_only_what_this_command_made(jsonl, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "index.json").write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match="was not made by this command"):
+        prepare(str(jsonl), out, tokenizer="bytes", validation_fraction=0.2, overwrite=True)
+    (out / "index.json").unlink()
+    prepare(str(jsonl), out, tokenizer="bytes", validation_fraction=0.2)
+    (out / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="thesis.txt"):
+        prepare(str(jsonl), out, tokenizer="bytes", validation_fraction=0.2, overwrite=True)
+    assert (out / "thesis.txt").read_text() == "precious"
+    partial = tmp_path / "other.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="thesis.txt"):
+        prepare(str(jsonl), tmp_path / "other", tokenizer="bytes", validation_fraction=0.2)
+
+
 def test_command_line(jsonl, tmp_path):
     command = [sys.executable, "-m", "kvjax.data.prepare", str(jsonl), str(tmp_path / "tokens")]
     options = ["--tokenizer", "bytes", "--validation-fraction", "0.2"]
@@ -172,4 +191,4 @@ def test_command_line(jsonl, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "train: " in done.stdout and "--data.source tokens:" in done.stdout
     again = subprocess.run(command + options, capture_output=True, text=True)
-    assert again.returncode == 1 and again.stderr.startswith("error: ") and "--overwrite" in again.stderr
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and "--overwrite" in again.stderr

@@ -88,9 +88,19 @@ def test_what_is_misspelt_or_ill_typed_is_refused(script, config_file, capsys, a
     assert caught.value.code == 2 and told in re.sub(r"\s*│\n│\s*", " ", captured.out + captured.err)
 
 
-def test_settings_that_do_not_fit_together_are_refused(script, config_file):
-    with pytest.raises(ConfigError, match="warmup_steps 2 does not end before .* train.steps 1"):
-        script.parse([config_file(), "--train.steps", "1"])
+def test_settings_that_do_not_fit_together_are_refused(script, config_file, capsys):
+    with pytest.raises(SystemExit):
+        script.parse([config_file(), "--train.accumulation", "3"])
+    assert "batch_size 8 is not a multiple of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--process-id", "0", "--process-count", "2"], "only with --distributed"),
+    (["--topology", "v5e:2x2"], "only with --dry-run"),
+])
+def test_options_that_need_another_are_not_ignored(script, config_file, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        script.main([config_file(), *arguments])
 
 
 def test_the_name_comes_first(script, config_file, monkeypatch, tmp_path):

@@ -67,7 +67,7 @@ def test_what_a_run_writes_and_says(tmp_path, config, changed, one_device, capsy
     for text in ("parameters: ", "cache: 512 bytes per token in float32; multi-head attention of this width: 512, 1.00",
                  "devices: 1 (cpu), 1 processes; mesh: data 1 x fsdp 1 x tensor 1 x sequence 1",
                  "step 8/8  loss ", " tokens/s  ETA 0:00:00", "step 4: validation loss", "final validation loss",
-                 " bits) per byte", "an order-1 byte model ", "an order-2 byte model ", "sample:\n\n"):
+                 " bits) per byte", "order-1 byte model ", "order-2 byte model ", "sample:\n\n"):
         assert text in out, text
     steps = metrics(tmp_path / "run")
     assert list(steps) == [2, 4, 6, 8] and steps[8] < steps[2]
@@ -127,3 +127,27 @@ def test_settings_that_cannot_work_leave_no_folder(tmp_path, config, changed, on
         with pytest.raises(ConfigError, match=message):
             train(broken, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, config, one_device):
+    train(config, tmp_path / "run", devices=one_device, stop_after=2)
+    with run_folder.locked(tmp_path / "run"), pytest.raises(ConfigError, match="another process trains in"):
+        train(config, tmp_path / "run", devices=one_device)
+
+
+@pytest.mark.parametrize("damage", [b"{", b"", b"\xff\xfe", None])
+def test_a_damaged_configuration_beside_checkpoints_is_named(tmp_path, config, one_device, damage):
+    train(config, tmp_path / "run", devices=one_device, stop_after=2)
+    path = tmp_path / "run" / "config.json"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    with pytest.raises(ConfigError, match="holds checkpoints, but its config.json is missing or damaged"):
+        train(config, tmp_path / "run", devices=one_device, overwrite=True)
+    assert (tmp_path / "run" / "checkpoints" / "2").exists()
+
+
+def test_damaged_lines_of_metrics_do_not_stop_a_run(tmp_path, config, one_device):
+    train(config, tmp_path / "run", devices=one_device, stop_after=2)
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": "a"}\n\xff\xfe\n[]\n{"st')
+    train(config, tmp_path / "run", devices=one_device, stop_after=4)
+    assert {json.loads(line)["step"] for line in path.read_text().splitlines()} <= {1, 2, 3, 4}
