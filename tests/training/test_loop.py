@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.config import ConfigError
+from kvjax.training import run_folder
 from kvjax.training.checkpoint import Checkpoints, restore_params
 from kvjax.training.loop import Diverged, train
 
