@@ -25,7 +25,7 @@ from kvjax.sharding import make_mesh
 from kvjax.training import report, run_folder
 from kvjax.training.checkpoint import Checkpoints
 from kvjax.training.hooks import Every, Hook, Profiler, StopSignal
-from kvjax.training.metrics import Display, Meter, MetricsFiles
+from kvjax.training.metrics import Display, Meter, MetricsFiles, is_reported
 from kvjax.training.optimizer import make_optimizer
 from kvjax.training.state import TrainState, abstract_state, init_state
 from kvjax.training.step import Metrics, make_train_step, place, process_part
@@ -84,7 +84,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
 
         display = Display(config.train, config.model.context_length, start)
         display.say(report.summary(config, run.mesh))
-        if start == config.train.steps:
+        if start == config.train.steps and is_reported(run.folder, start):
             display.say(f"{run.folder} is complete, all {start} steps are done; --overwrite starts it afresh")
             return state
         files = stack.enter_context(MetricsFiles(run.folder, start))

@@ -94,6 +94,13 @@ class MetricsFiles:
             self._board.add_scalar(name, value, step)
 
 
+def is_reported(run_dir: Path, step: int) -> bool:
+    """Whether the metrics of a run hold the validation loss of `step`."""
+    path = run_dir / run_folder.METRICS
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return any(_step(line) == step and "validation_loss" in json.loads(line) for line in lines)
+
+
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])

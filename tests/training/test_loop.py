@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.config import ConfigError
-from kvjax.training import run_folder
+from kvjax.training import loop, run_folder
 from kvjax.training.checkpoint import Checkpoints, restore_params
 from kvjax.training.loop import Diverged, train
 
@@ -152,3 +152,14 @@ def test_damaged_lines_of_metrics_do_not_stop_a_run(tmp_path, config, one_device
     path.write_bytes(path.read_bytes() + b'{"step": "a"}\n\xff\xfe\n[]\n{"st')
     train(config, tmp_path / "run", devices=one_device, stop_after=4)
     assert {json.loads(line)["step"] for line in path.read_text().splitlines()} <= {1, 2, 3, 4}
+
+
+def test_a_run_killed_after_its_last_step_still_gets_its_report(tmp_path, config, one_device, monkeypatch, capsys):
+    def killed(*_):
+        raise RuntimeError("killed")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(loop, "finish", killed)
+        train(config, tmp_path / "run", devices=one_device)
+    for said in ("final validation loss", "is complete"):
+        train(config, tmp_path / "run", devices=one_device)
+        assert said in capsys.readouterr().out
