@@ -87,15 +87,24 @@ class ModelConfig:
     width: int
     """D, the width of the residual stream."""
     feed_forward_width: int
-    """Hidden width of the SwiGLU feed-forward layers."""
+    """Hidden width of the feed-forward layers."""
     context_length: int = 1024
     """Tokens per training sequence, and the default length of evaluation and caches."""
     sharing: Variant | None = None
     """How cached components are shared between layers; None: every layer keeps its own."""
     window: int | None = None
     """Sliding window W: a query at position i sees keys with i - j < W. None: all earlier tokens."""
+    positions: str = "rotary"
+    """rotary (queries and keys are rotated), learned (a table of context_length is added to the embeddings) or none."""
     rope_base: float = 10_000.0
+    rope_scaling: Variant | None = None
+    """How rotary frequencies are stretched: LinearScaling, Llama3Scaling, YarnScaling; None: not at all."""
+    norm: str = "rms"
+    """rms (RMSNorm) or layer (LayerNorm, with biases); norms inside attention are always RMS."""
     norm_eps: float = 1e-6
+    feed_forward: str = "swiglu"
+    """swiglu (gated, three matrices) or gelu (two matrices, tanh form)."""
+    feed_forward_bias: bool = False
     tie_embeddings: bool = True
     dropout: float = 0.0
     """Dropout rate of the embedded tokens and of every residual branch; active when a dropout key is given."""
@@ -112,6 +121,11 @@ class ModelConfig:
         _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")
         _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
         _require_choice(self, "remat", ("none", "dots", "full"))
+        _require_choice(self, "positions", ("rotary", "learned", "none"))
+        _require_choice(self, "norm", ("rms", "layer"))
+        _require_choice(self, "feed_forward", ("swiglu", "gelu"))
+        require(self.rope_scaling is None or self.positions == "rotary", f"ModelConfig.rope_scaling is "
+                f"{self.rope_scaling}, and positions are {self.positions}: there is nothing to scale")
         _require_positive(self, "rope_base", "norm_eps")
         require(self.output_init >= 0, f"ModelConfig.output_init is {self.output_init}: it must be 0 or more")
         require(self.logit_softcap is None or self.logit_softcap > 0,
@@ -225,6 +239,8 @@ class TrainConfig:
     sample_tokens: int = 200
     """Tokens of the text sample shown at the end of a run; 0: none."""
     sample_prompt: str = "\n"
+    init_from: str | None = None
+    """Trained model that the weights come from, converted where attention or sharing differ (`--init-from`)."""
     accelerator: bool = False
     """Meant for a TPU or GPU: refuses to start on a CPU unless told."""
     profile_start: int | None = None

@@ -6,7 +6,7 @@ from math import prod
 
 import jax
 
-from kvjax.attention.sharing import make_plan
+from kvjax.attention.sharing import make_attention, make_plan
 from kvjax.config import ModelConfig
 from kvjax.model.parameters import parameters
 
@@ -34,5 +34,6 @@ def training_flops_per_token(config: ModelConfig, length: int) -> float:
     rotations, recomputation and the rebuilding of keys.
     """
     attention = sum(segment.depth * keys_seen(length, segment.window) for segment in make_plan(config).segments)
-    attention *= 2 * 2 * config.attention.heads * config.attention.head_dim
+    variant = make_attention(config)
+    attention *= 2 * variant.heads * (variant.score_dim + variant.head_dim)
     return 3 * (2 * multiplied_weights(config) + attention)

@@ -16,7 +16,8 @@ from kvjax.config import require
 class Component:
     """One named stream of features per token.
 
-    A *state* (k, v, a latent) is the concatenation of its components along `axis` of their features.
+    A *state* is the concatenation of its components along `axis` of their features. Sharing schemes know these states:
+    `k` and `v`, keys and values by head; `latent`, which holds both; `k_a`, `k_b`, `v_a`, `v_b`, their factors.
     Components with the same `param` are made by one projection, then split.
     """
 
@@ -28,8 +29,12 @@ class Component:
     head_axis: int | None = 0
     """Axis of the features that counts heads: stored outermost and split over devices. None: no heads."""
     rotate: bool = False
+    interleaved: bool = False
+    """Rotated pairs are neighbours (2i, 2i + 1), not the halves (i, i + width / 2)."""
+    bias: str | None = None
+    """Parameter added to the projection."""
     norm: str | None = None
-    """Parameter of an RMS norm over the last feature axis, before rotation."""
+    """Parameter of an RMS norm over the last feature axis, after the bias and before rotation."""
     cumulative: bool = False
     """A layer reads all entries of its group so far, not only the latest."""
     window: int | None = None
@@ -51,11 +56,23 @@ class Segment:
     layers: tuple[tuple[str, ...], ...]
     reads: tuple[str, ...]
     window: int | None = None
+    source: bool = False
+    """No layer: makes the components that it writes from the normed stream, once (YOCO)."""
 
     @property
     def depth(self) -> int:
         """Layers of the segment."""
-        return self.repeats * len(self.layers)
+        return 0 if self.source else self.repeats * len(self.layers)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of everything that its layers write."""
+        return tuple(dict.fromkeys(name for writes in self.layers for name in writes))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of what it reads of earlier segments: all that its first layer does not write itself."""
+        return tuple(name for name in self.reads if name not in self.layers[0])
 
     def per_group(self, name: str) -> int:
         """Slots of component `name` that one group fills."""
@@ -68,12 +85,15 @@ class Plan:
 
     components: tuple[Component, ...]
     segments: tuple[Segment, ...]
+    depth_average: bool = False
+    """After each segment, of one layer, the stream becomes a learned mean of all streams so far (DenseFormer)."""
 
     def __post_init__(self):
+        object.__setattr__(self, "segments", tuple(s for s in self.segments if s.repeats))
         names = [c.name for c in self.components]
         require(len(set(names)) == len(names), f"components {names} carry a name twice: names must be unique")
         for segment in self.segments:
-            for name in {*segment.reads, *(n for writes in segment.layers for n in writes)}:
+            for name in {*segment.reads, *segment.writes}:
                 require(name in names, f"a segment names component {name!r}, which is not among {names}")
 
     def component(self, name: str) -> Component:
@@ -92,6 +112,32 @@ class Plan:
         """Slots of component `name` in the whole model."""
         return self.first_slot(len(self.segments), name)
 
+    def reads(self) -> tuple[dict[str, int], ...]:
+        """For each layer, how many entries of every component it reads to decode a token: the routing rule, counted.
+
+        What is held is `slots`; a layer that shares another's entries, or rebuilds from several, reads them all the
+        same. Components that are not cached are counted too: they are read within a call.
+        """
+        return tuple(counts for number, segment in enumerate(self.segments) if not segment.source
+                     for counts in self._group_reads(number) * segment.repeats)
+
+    def _group_reads(self, number: int) -> list[dict[str, int]]:
+        """`reads` of the layers of one group of segment `number`."""
+        segment = self.segments[number]
+        before = {name: "earlier" if self.first_slot(number, name) else None for name in segment.reads}
+        own: dict[str, tuple] = {name: () for name in segment.reads}
+        counts = []
+        for writes in segment.layers:
+            own |= {name: (*own[name], name) for name in writes if name in own}
+            counts.append({name: len(latest(own[name], before[name], self.component(name).cumulative))
+                           for name in segment.reads})
+        return counts
+
+    @property
+    def silent_from(self) -> int:
+        """Number of the first segment from which on nothing is written: one token of a prompt is enough there."""
+        return max((i + 1 for i, segment in enumerate(self.segments) if segment.writes), default=0)
+
     @property
     def cached(self) -> tuple[Component, ...]:
         """The components that the cache holds."""
@@ -108,6 +154,8 @@ def latest(own: tuple, before, cumulative: bool) -> tuple:
     Returns:
         All entries of the group if cumulative, else the latest one: the group's, or an earlier segment's.
     """
+    if cumulative:
+        return tuple(own)
     if own:
-        return tuple(own) if cumulative else (own[-1],)
+        return (own[-1],)
     return () if before is None else (before,)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.components import Component
-from kvjax.attention.partials import Partial, attend
-from kvjax.attention.rotary import rotate
+from kvjax.attention.partials import Partial, attend, feature_parts_values, head_parts_values, joined, parts_scores
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, project, rms_norm
 from kvjax.config import register, require
 
@@ -20,13 +20,20 @@ from kvjax.config import register, require
 @register("grouped_query")
 @dataclass(frozen=True)
 class GroupedQuery(Attention):
-    """H query heads that share G key-value heads; caches rotated keys and values, 2 G d elements a token."""
+    """H query heads that share G key-value heads; caches rotated keys and values, 2 G d elements a token.
+
+    Keys may come in parts of their features and values in parts of their features or heads, as a sharing scheme says.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     qk_norm: bool = False
     """RMS norm of every query and key head before rotation (Dehghani et al., 2023)."""
+    qkv_bias: bool = False
+    """Queries, keys and values have biases `q_bias [H, d]`, `k_bias`, `v_bias [G, d]`."""
+    output_bias: bool = False
+    """The output projection has a bias `o_bias [D]`."""
 
     def __post_init__(self):
         for name in ("heads", "kv_heads", "head_dim"):
@@ -38,22 +45,61 @@ class GroupedQuery(Attention):
 
     def components(self) -> tuple[Component, ...]:
         features, norm = (self.kv_heads, self.head_dim), "qk_norm_k" if self.qk_norm else None
+        k_bias, v_bias = ("k_bias", "v_bias") if self.qkv_bias else (None, None)
         return (
-            Component("k", features, state="k", param="k_proj", rotate=True, norm=norm),
-            Component("v", features, state="v", param="v_proj"),
+            Component("k", features, state="k", param="k_proj", rotate=True, norm=norm, bias=k_bias),
+            Component("v", features, state="v", param="v_proj", bias=v_bias),
         )
 
     def query_shapes(self, layer: Layer) -> dict[str, Param]:
         shapes = {"q_proj": self.projection(layer.width, (self.heads, self.head_dim), ("heads", None))}
-        if self.qk_norm:
-            shapes["qk_norm_q"] = Param((self.head_dim,), (None,), jax.nn.initializers.ones)
-        return shapes
+        if self.qkv_bias:
+            shapes["q_bias"] = Param((self.heads, self.head_dim), ("heads", None), jax.nn.initializers.zeros)
+        if self.output_bias:
+            shapes["o_bias"] = Param((layer.width,), (None,), jax.nn.initializers.zeros)
+        norms = {query_norm(c): Param((c.features[-1],), (None,), jax.nn.initializers.ones)
+                 for c in layer.state("k") if self.qk_norm}
+        return shapes | norms
 
-    def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> Array:
-        queries = project(x, weights["q_proj"])
-        if self.qk_norm:
-            queries = rms_norm(queries, weights["qk_norm_q"], layer.norm_eps)
-        return rotate(queries, positions, layer.rope_base)
+    def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> tuple[Array, ...]:
+        """One array [B, T, H, features] for each part of the keys, normed and rotated as that part is."""
+        queries, keys = project(x, weights["q_proj"]), layer.state("k")
+        if self.qkv_bias:
+            queries = queries + weights["q_bias"]
+        ends = [sum(c.features[-1] for c in keys[: i + 1]) for i in range(len(keys) - 1)]
+        parts = zip(jnp.split(queries, ends, axis=-1), keys, strict=True)
+        return tuple(self._query(layer, weights, part, key, positions) for part, key in parts)
 
-    def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
-        return attend(queries, view["k"], view["v"], view.mask, self.head_dim**-0.5)
+    def _query(self, layer: Layer, weights: Weights, x: Array, key: Component, positions: Array) -> Array:
+        if self.qk_norm:
+            x = rms_norm(x, weights[query_norm(key)], layer.norm_eps)
+        return layer.rotate(x, positions) if key.rotate else x
+
+    def partial(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
+        """Puts parts together: what follows is plain attention."""
+        keys, values = layer.state("k"), layer.state("v")
+        return attend(joined(queries, -1), joined(view.parts(keys), -1),
+                      joined(view.parts(values), _axis(values)), view.mask, self.head_dim**-0.5)
+
+    def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
+        """Attention to parts as they lie in the cache: key parts add scores, value parts concatenate outputs."""
+        keys, values = layer.state("k"), layer.state("v")
+        if len(keys) == len(values) == 1:
+            return self.partial(layer, path, queries, view)
+        combine = head_parts_values if _axis(values) == 2 else feature_parts_values
+        return attend(queries, view.parts(keys), view.parts(values), view.mask, self.head_dim**-0.5,
+                      scores=parts_scores, combine=combine)
+
+    def output(self, weights: Weights, out: Array) -> Array:
+        y = super().output(weights, out)
+        return y + weights["o_bias"].astype(y.dtype) if self.output_bias else y
+
+
+def query_norm(key: Component) -> str:
+    """The norm of the query features that meet a part of the keys: qk_norm_k_alpha -> qk_norm_q_alpha."""
+    return "qk_norm_q" + key.norm.removeprefix("qk_norm_k")
+
+
+def _axis(parts: tuple[Component, ...]) -> int:
+    """Where arrays [B, S, heads, features] of these components are put together."""
+    return -1 if parts[0].axis == -1 else 2 + parts[0].axis

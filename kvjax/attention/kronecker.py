@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.components import Component
-from kvjax.attention.partials import Partial, attend
-from kvjax.attention.rotary import rotate
+from kvjax.attention.partials import Partial, attend, joined
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, project
 from kvjax.config import register, require
 
@@ -87,15 +86,15 @@ class Kronecker(Attention):
         if self.dense_query:
             queries = project(x, weights["q_proj"])
             rows = queries.reshape(*queries.shape[:-1], self.d1, self.d2)
-            return rotate(rows, positions, layer.rope_base).reshape(queries.shape)
+            return layer.rotate(rows, positions).reshape(queries.shape)
         a = project(x, weights["q_a"])
-        b = rotate(project(x, weights["q_b"]), positions, layer.rope_base)
+        b = layer.rotate(project(x, weights["q_b"]), positions)
         return kronecker_mean(a, b)
 
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
-        """Rebuilds the viewed keys and values."""
-        keys = kronecker_mean(view["k_a"], view["k_b"])
-        values = kronecker_mean(view["v_a"], view["v_b"])
+        """Rebuilds the viewed keys and values; ranks may come in parts, as a sharing scheme says."""
+        whole = lambda state: joined(view.parts(layer.state(state)), 2)
+        keys, values = kronecker_mean(whole("k_a"), whole("k_b")), kronecker_mean(whole("v_a"), whole("v_b"))
         return attend(queries, keys, values, view.mask, self.head_dim**-0.5)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
@@ -106,25 +105,30 @@ class Kronecker(Attention):
         """
         if queries.shape[1] > max(self.k_rank, self.v_rank):
             return self.partial(layer, path, queries, view)
-        keys, values = (view["k_a"], view["k_b"]), (view["v_a"], view["v_b"])
+        pairs = lambda a, b: tuple(zip(*(view.parts(layer.state(state)) for state in (a, b)), strict=True))
+        keys, values = pairs("k_a", "k_b"), pairs("v_a", "v_b")
         return attend(queries, keys, values, view.mask, self.head_dim**-0.5,
                       scores=self._factor_scores, combine=self._factor_values)
 
-    def _factor_scores(self, queries: Array, keys: tuple[Array, Array]) -> Array:
-        a, b = keys
+    def _factor_scores(self, queries: Array, keys: tuple[tuple[Array, Array], ...]) -> Array:
+        return sum(self._rank_scores(queries, a, b) for a, b in keys) / self.k_rank
+
+    def _rank_scores(self, queries: Array, a: Array, b: Array) -> Array:
         batch, length = queries.shape[:2]
         queries = queries.reshape(batch, length, self.h1, self.h2, self.d1, self.d2)
         # A first: what is left per key is R h2-rows of width d2, contracted with B's rows as they lie in the cache.
         half = jnp.einsum("bthkij,bsrhi->bhtkjrs", queries, a, preferred_element_type=jnp.float32)
-        scores = jnp.einsum("bhtkjrs,bsrkj->bhkts", half, b.astype(jnp.float32)) / self.k_rank
+        scores = jnp.einsum("bhtkjrs,bsrkj->bhkts", half, b.astype(jnp.float32))
         return scores.reshape(batch, self.heads, length, a.shape[1])
 
-    def _factor_values(self, weights: Array, values: tuple[Array, Array]) -> Array:
-        a, b = values
+    def _factor_values(self, weights: Array, values: tuple[tuple[Array, Array], ...]) -> Array:
+        return sum(self._rank_values(weights, a, b) for a, b in values) / self.v_rank
+
+    def _rank_values(self, weights: Array, a: Array, b: Array) -> Array:
         batch, _, length, keys = weights.shape
         weights = weights.reshape(batch, self.h1, self.h2, length, keys)
         weighted = jnp.einsum("bhkts,bsrhi->bkthirs", weights, a.astype(jnp.float32))
-        out = jnp.einsum("bkthirs,bsrkj->bthkij", weighted, b.astype(jnp.float32)) / self.v_rank
+        out = jnp.einsum("bkthirs,bsrkj->bthkij", weighted, b.astype(jnp.float32))
         return out.reshape(batch, length, self.heads, self.head_dim)
 
 

@@ -60,6 +60,29 @@ def dot_values(weights: Array, values: Array) -> Array:
     return jnp.swapaxes(out.reshape(batch, heads, length, values.shape[3]), 1, 2)
 
 
+def joined(parts: tuple[Array, ...], axis: int) -> Array:
+    """The parts as one array; a single part is returned as it is."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
+
+
+def parts_scores(queries: tuple[Array, ...], keys: tuple[Array, ...]) -> Array:
+    """`dot_scores` of queries and keys whose features come in parts; the keys are not concatenated."""
+    return sum(dot_scores(q, k) for q, k in zip(queries, keys, strict=True))
+
+
+def feature_parts_values(weights: Array, values: tuple[Array, ...]) -> Array:
+    """`dot_values` of values whose features come in parts."""
+    return jnp.concatenate([dot_values(weights, v) for v in values], axis=-1)
+
+
+def head_parts_values(weights: Array, values: tuple[Array, ...]) -> Array:
+    """`dot_values` of values whose heads come in parts."""
+    queries_per_head = weights.shape[1] // sum(v.shape[2] for v in values)
+    ends = np.cumsum([queries_per_head * v.shape[2] for v in values])[:-1]
+    parts = zip(jnp.split(weights, ends, axis=1), values, strict=True)
+    return jnp.concatenate([dot_values(w, v) for w, v in parts], axis=2)
+
+
 def attend(
     queries: Any,
     keys: Any,

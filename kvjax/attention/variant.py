@@ -18,7 +18,7 @@ from jax import Array
 from kvjax.attention.components import Component
 from kvjax.attention.masks import Mask
 from kvjax.attention.partials import Partial
-from kvjax.attention.rotary import rotate
+from kvjax.attention.rotary import Rope
 from kvjax.config import Variant
 
 Weights = dict[str, Array]
@@ -49,9 +49,17 @@ class Layer:
     """D, the width of its input."""
     writes: tuple[Component, ...]
     reads: tuple[Component, ...]
-    rope_base: float = 10_000.0
+    rope: Rope = Rope()
     norm_eps: float = 1e-6
     output_init: float = 0.0
+
+    def state(self, name: str) -> tuple[Component, ...]:
+        """The components that state `name` is made of, as this layer reads it."""
+        return tuple(c for c in self.reads if c.state == name)
+
+    def rotate(self, x: Array, positions: Array, interleaved: bool = False) -> Array:
+        """Rotary embedding of the last axis of x [B, T, ..., width] at positions [B, T]."""
+        return self.rope.rotate(x, positions, interleaved)
 
 
 @struct.dataclass
@@ -68,6 +76,10 @@ class View:
         """The one entry of a component that does not accumulate, [B, S, *features]."""
         (entry,) = self.entries[name]
         return entry
+
+    def parts(self, components: tuple[Component, ...]) -> tuple[Array, ...]:
+        """The one entry of each of `components`."""
+        return tuple(self[c.name] for c in components)
 
 
 def fan_in(size: int, scale: float = 1.0) -> Callable[..., Array]:
@@ -97,6 +109,11 @@ class Attention(Variant):
     heads: int
     head_dim: int
 
+    @property
+    def score_dim(self) -> int:
+        """Features that a query and a key are compared by."""
+        return self.head_dim
+
     def components(self) -> tuple[Component, ...]:
         """The components that a layer of its own keeps per token."""
         raise NotImplementedError
@@ -106,7 +123,7 @@ class Attention(Variant):
         raise NotImplementedError
 
     def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> Any:
-        """Queries of x [B, T, D] in whatever form `partial` takes, T on axis 1 of every array."""
+        """Rotated queries of x [B, T, D] in whatever form `partial` takes, T on axis 1 of every array."""
         raise NotImplementedError
 
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Any, view: View) -> Partial:
@@ -140,6 +157,8 @@ class Attention(Variant):
             features[parts[0].axis] = sum(c.features[c.axis] for c in parts)
             axes = tuple("kv_heads" if i == parts[0].head_axis and n > 1 else None for i, n in enumerate(features))
             shapes[name] = self.projection(layer.width, tuple(features), axes)
+            if parts[0].bias:
+                shapes[parts[0].bias] = Param(tuple(features), axes, jax.nn.initializers.zeros)
             if parts[0].norm:
                 shapes[parts[0].norm] = Param((features[-1],), (None,), jax.nn.initializers.ones)
         return shapes
@@ -153,12 +172,18 @@ class Attention(Variant):
         rows = {}
         for name, parts in _by_param(layer.writes).items():
             y = project(x, weights[name])
+            if parts[0].bias:
+                y = y + weights[parts[0].bias]
             if parts[0].norm:
                 y = rms_norm(y, weights[parts[0].norm], layer.norm_eps)
             if parts[0].rotate:
-                y = rotate(y, positions, layer.rope_base)
+                y = layer.rotate(y, positions, parts[0].interleaved)
             rows |= _split(y, parts)
         return rows
+
+    def output(self, weights: Weights, out: Array) -> Array:
+        """Heads [B, T, H, value width] -> [B, T, D]."""
+        return jnp.einsum("bthd,hde->bte", out, weights["o_proj"])
 
 
 def _by_param(components: tuple[Component, ...]) -> dict[str, list[Component]]:

@@ -18,20 +18,44 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.ahead_of_time import single_device_mesh, tpu_devices
-from kvjax.attention import Attention, GroupedQuery, Kronecker
+from kvjax.attention import (
+    Attention,
+    CrossLayer,
+    GroupedQuery,
+    Kronecker,
+    Latent,
+    PathConcat,
+    PathResidual,
+    Sharing,
+    SkipV1,
+    Yoco,
+)
 from kvjax.cache import Cache, init_cache
 from kvjax.config import ModelConfig
 from kvjax.decoding import decode
 from kvjax.model import abstract_parameters, build_model
 from kvjax.sharding import named
 
-VARIANTS: dict[str, Attention] = {
-    "mha": GroupedQuery(heads=32, kv_heads=32, head_dim=128),
-    "gqa": GroupedQuery(heads=32, kv_heads=8, head_dim=128),
-    "mqa": GroupedQuery(heads=32, kv_heads=1, head_dim=128),
-    "kpa": Kronecker(h1=4, h2=2, d1=8, d2=16),
-    "kpa dense query": Kronecker(h1=4, h2=2, d1=8, d2=16, dense_query=True),
-    "tpa": Kronecker(h1=32, h2=1, d1=1, d2=128),
+GQA = GroupedQuery(heads=32, kv_heads=8, head_dim=128)
+MLA = Latent(heads=32, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
+KPA = Kronecker(h1=4, h2=2, d1=8, d2=16)
+VARIANTS: dict[str, tuple[Attention, Sharing | None]] = {
+    "mha": (GroupedQuery(heads=32, kv_heads=32, head_dim=128), None),
+    "gqa": (GQA, None),
+    "mqa": (GroupedQuery(heads=32, kv_heads=1, head_dim=128), None),
+    "mla": (MLA, None),
+    "kpa": (KPA, None),
+    "kpa dense query": (Kronecker(h1=4, h2=2, d1=8, d2=16, dense_query=True), None),
+    "tpa": (Kronecker(h1=32, h2=1, d1=1, d2=128), None),
+    "gqa concat m=4": (GQA, PathConcat(layers=4, delta=64)),
+    "gqa residual m=2": (GQA, PathResidual(layers=2, delta=32)),
+    "gqa residual m=4": (GQA, PathResidual(layers=4, delta=32)),
+    "gqa skip v1": (GQA, SkipV1()),
+    "gqa cla-2": (GQA, CrossLayer(2)),
+    "gqa yoco": (GQA, Yoco(window=1024)),
+    "mla concat m=4": (MLA, PathConcat(layers=4, delta=256)),
+    "mla skip v1": (MLA, SkipV1()),
+    "kpa skip v1": (KPA, SkipV1()),
 }
 
 
@@ -54,9 +78,10 @@ def decode_tokens(model, count: int, params, tokens, cache: Cache):
     return jax.lax.fori_loop(0, count, step, (tokens, cache)) if count > 1 else step(0, (tokens, cache))
 
 
-def compiled_memory(variant: Attention, shape: Shape, count: int) -> tuple[int, int]:
+def compiled_memory(attention: Attention, sharing: Sharing | None, shape: Shape, count: int) -> tuple[int, int]:
     """(bytes of the cache, bytes of temporaries) of the compiled decode step of `count` tokens."""
-    config = ModelConfig(attention=variant, vocab_size=1024, layers=shape.layers, width=1024, feed_forward_width=1024)
+    config = ModelConfig(attention=attention, sharing=sharing, vocab_size=1024, layers=shape.layers, width=1024,
+                         feed_forward_width=1024)
     mesh = single_device_mesh(tpu_devices(shape.topology)[0])
     place = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=named(mesh))  # noqa: E731
     params = jax.tree.map(partial(place, jnp.bfloat16), abstract_parameters(config))
@@ -73,7 +98,7 @@ def main(shape: Shape) -> None:
     for name, variant in VARIANTS.items():
         cells = []
         for count in (1, 16):
-            cache, temp = compiled_memory(variant, shape, count)
+            cache, temp = compiled_memory(*variant, shape, count)
             cells += [f"{temp / 2**20:.1f}", f"{temp / cache:.2%}"]
         table.add_row(name, f"{cache / 2**20:.0f}", *cells)
     Console().print(table)

@@ -5,6 +5,7 @@ One body serves training, prefill and decoding; a call with a cache reads it thr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -13,14 +14,14 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from kvjax.attention.components import latest
-from kvjax.attention.masks import own_tokens
+from kvjax.attention.components import Segment, latest
+from kvjax.attention.masks import Mask, own_tokens
 from kvjax.attention.partials import Partial, merge
-from kvjax.attention.sharing import make_plan
+from kvjax.attention.sharing import make_attention, make_plan
 from kvjax.attention.variant import Param, View, rms_norm
 from kvjax.cache import Cache
 from kvjax.config import ModelConfig, require
-from kvjax.model.parameters import Table, group_table, layer_spec, outer_table
+from kvjax.model.parameters import Table, group_table, layer_spec, outer_table, source_table
 from kvjax.sharding import constrain, pin_layout
 
 STREAM = ("batch", "length", None)
@@ -34,10 +35,25 @@ class Context:
     """What is the same for all layers of a call."""
 
     positions: Array
-    """[B, T]."""
+    """[B, T] of the tokens that pass the layers."""
     segment_ids: Array | None = None
     """[B, T]."""
     cache: Cache | None = None
+    row_positions: Array | None = None
+    """[B, S] of the tokens whose rows are read, where only some of them pass the layers; None: `positions`."""
+    order: Array | None = None
+    """[B, T]: the place of those tokens among the S."""
+
+    def only(self, last: Array) -> Context:
+        """The context of one token of each row, the one at `last` [B]."""
+        positions = jnp.take_along_axis(self.positions, last[:, None], axis=1)
+        return self.replace(positions=positions, row_positions=self.positions, order=last[:, None])
+
+    def own_mask(self, window: int | None) -> Mask:
+        """Which of the rows of this call the tokens see."""
+        if self.order is None:
+            return own_tokens(self.positions.shape[1], self.segment_ids, window, complete=self.cache is None)
+        return Mask(self.order, jnp.arange(self.row_positions.shape[1]), window=window)
 
 
 class Weights(nn.Module):
@@ -66,31 +82,44 @@ class Group(nn.Module):
         attention = GroupAttention(self.config, self.segment, index, context, handed)
         for j in range(len(attention.segment.layers)):
             weights = self._weights(j, decoding=context.cache is not None)
-            y = rms_norm(x, weights["attention_norm"], self.config.norm_eps)
+            y = normalize(self.config, weights, "attention_norm", x)
             x = constrain(x + self.dropout(attention.step(weights["attention"], y)), *STREAM)
-            y = rms_norm(x, weights["feed_forward_norm"], self.config.norm_eps)
+            y = normalize(self.config, weights, "feed_forward_norm", x)
             x = constrain(x + self.dropout(feed_forward(weights["feed_forward"], y)), *STREAM)
         return x, {name: jnp.stack(rows) for name, rows in attention.made.items()}
 
     def _weights(self, index: int, decoding: bool) -> dict[str, Any]:
         name = f"layer_{index}"
         table = group_table(self.config, self.segment)[name]
-        weights = jax.tree.map(self._computed, Weights(table, name=name)(), table)
+        weights = jax.tree.map(partial(computed, self.config), Weights(table, name=name)(), table)
         return jax.tree.map(in_place, weights, table) if decoding else weights
-
-    def _computed(self, weight: Array, param: Param) -> Array:
-        """Matrices in the compute type; the scales of norms stay as exact as they are trained."""
-        return weight.astype(self.config.dtype) if len(param.axes) > 1 else weight
 
     def dropout(self, x: Array) -> Array:
         return dropout(self, self.config.dropout, x)
+
+
+class Source(nn.Module):
+    """Makes components from the normed stream, for all later layers."""
+
+    config: ModelConfig
+    segment: int
+
+    @nn.compact
+    def __call__(self, x: Array, context: Context) -> dict[str, Array]:
+        """{name: [1, B, T, ...]} of the stream [B, T, D]."""
+        table = source_table(self.config, self.segment)["source"]
+        weights = jax.tree.map(partial(computed, self.config), Weights(table, name="source")(), table)
+        layer = layer_spec(self.config, self.segment, 0)
+        x = normalize(self.config, weights, "norm", x)
+        rows = make_attention(self.config).rows(layer, weights, x, context.positions, {})
+        return {name: row[None] for name, row in rows.items()}
 
 
 class GroupAttention:
     """Runs the attention of a group's layers in turn, and keeps what they make for each other."""
 
     def __init__(self, config: ModelConfig, segment: int, index: Array, context: Context, handed: dict):
-        self.config, self.plan = config, make_plan(config)
+        self.config, self.plan, self.variant = config, make_plan(config), make_attention(config)
         self.number, self.segment = segment, self.plan.segments[segment]
         self.index, self.context, self.handed = index, context, handed
         self.made: dict[str, list[Array]] = {}
@@ -98,7 +127,7 @@ class GroupAttention:
 
     def step(self, weights: dict[str, Array], x: Array) -> Array:
         """Attention of the next layer on its normed input x [B, T, D] -> [B, T, D]."""
-        variant, layer = self.config.attention, layer_spec(self.config, self.number, len(self.path))
+        variant, layer = self.variant, layer_spec(self.config, self.number, len(self.path))
         self.path = (*self.path, weights)
         queries = variant.queries(layer, weights, x, self.context.positions)
         available = self.handed | {name: rows[-1] for name, rows in self.made.items()}
@@ -107,8 +136,7 @@ class GroupAttention:
         result = variant.partial(layer, self.path, queries, self._own_view())
         if self.context.cache is not None:
             result = self._attend_past(layer, queries, result)
-        out = result.out.astype(x.dtype)
-        return jnp.einsum("bthd,hde->bte", out, weights["o_proj"])
+        return variant.output(weights, result.out.astype(x.dtype))
 
     def _route(self, name: str, own: list, before) -> tuple:
         return latest(tuple(own), before, self.plan.component(name).cumulative)
@@ -116,12 +144,12 @@ class GroupAttention:
     def _own_view(self) -> View:
         entries = {name: self._route(name, self.made.get(name, []), self.handed.get(name))
                    for name in self.segment.reads}
-        positions = self.context.positions
-        mask = own_tokens(positions.shape[1], self.context.segment_ids, self.segment.window, self.context.cache is None)
-        return View(entries, positions, mask)
+        context = self.context
+        positions = context.positions if context.row_positions is None else context.row_positions
+        return View(entries, positions, context.own_mask(self.segment.window))
 
     def _attend_past(self, layer, queries, result: Partial) -> Partial:
-        variant, positions = self.config.attention, self.context.positions
+        variant, positions = self.variant, self.context.positions
         past = self.context.cache.past(next(c.name for c in layer.reads if c.cached))
         slots = {c.name: self._slots(c.name) for c in layer.reads if c.cached}
 
@@ -151,9 +179,27 @@ def in_place(weight: Array, param: Param) -> Array:
     return pin_layout(weight, *param.axes) if rows % 8 == 0 and lanes and lanes % 128 == 0 else weight
 
 
+def computed(config: ModelConfig, weight: Array, param: Param) -> Array:
+    """Matrices in the compute type; the scales of norms stay as exact as they are trained."""
+    return weight.astype(config.dtype) if len(param.axes) > 1 else weight
+
+
+def normalize(config: ModelConfig, weights: dict[str, Array], name: str, x: Array) -> Array:
+    """The model's norm called `name` of x [B, T, D], computed in float32."""
+    if config.norm == "rms":
+        return rms_norm(x, weights[name], config.norm_eps)
+    centred = x.astype(jnp.float32)
+    centred = centred - centred.mean(axis=-1, keepdims=True)
+    return (rms_norm(centred, weights[name], config.norm_eps) + weights[f"{name}_bias"]).astype(x.dtype)
+
+
 def feed_forward(weights: dict[str, Array], x: Array) -> Array:
-    """SwiGLU of x [B, T, D]."""
-    return (jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]
+    """SwiGLU, or without a gate GELU, of x [B, T, D]."""
+    def linear(name: str, x: Array) -> Array:
+        y = x @ weights[name]
+        return y + weights[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in weights else y
+    up = linear("up", x)
+    return linear("down", jax.nn.silu(linear("gate", x)) * up if "gate" in weights else jax.nn.gelu(up))
 
 
 def dropout(module: nn.Module, rate: float, x: Array) -> Array:
@@ -162,6 +208,12 @@ def dropout(module: nn.Module, rate: float, x: Array) -> Array:
         return x
     kept = jax.random.bernoulli(module.make_rng("dropout"), 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def weighted_sum(weights: Array, streams: list[Array]) -> Array:
+    """Sum of streams [B, T, D], each times its weight, in float32."""
+    total = sum(w * x.astype(jnp.float32) for w, x in zip(weights, streams, strict=True))
+    return total.astype(streams[-1].dtype)
 
 
 def restarting_positions(segment_ids: Array) -> Array:
@@ -182,6 +234,8 @@ class Decoder(nn.Module):
         self.segments = [self._scanned(i) for i in range(len(make_plan(self.config).segments))]
 
     def _scanned(self, segment: int) -> nn.Module:
+        if make_plan(self.config).segments[segment].source:
+            return Source(self.config, segment, name=f"segment_{segment}")
         body = Group
         if self.config.remat != "none":
             body = nn.remat(Group, policy=REMAT[self.config.remat], prevent_cse=False)
@@ -198,6 +252,9 @@ class Decoder(nn.Module):
             positions: int [B, T]; default: 0, 1, … , restarting with every document.
             segment_ids: int [B, T], one number per document of a packed row; documents do not see each other.
         """
+        limit = self.config.context_length
+        if self.config.positions == "learned" and tokens.shape[1] > limit:
+            raise ValueError(f"tokens have length {tokens.shape[1]}: the table of learned positions has {limit}")
         if positions is None:
             positions = restarting_positions(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
         x, _ = self._run(tokens, Context(positions, segment_ids))
@@ -209,31 +266,57 @@ class Decoder(nn.Module):
         `last` [B] picks one token per row: logits are then [B, V], else [B, T, V].
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x, rows = self._run(tokens, Context(positions, cache=cache))
-        if last is not None:
-            x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+        x, rows = self._run(tokens, Context(positions, cache=cache), last)
         logits = self._logits(x)
         return (logits if last is None else logits[:, 0]), rows
 
-    def _run(self, tokens: Array, context: Context) -> tuple[Array, dict[str, Array]]:
+    def _run(self, tokens: Array, context: Context, last: Array | None = None) -> tuple[Array, dict[str, Array]]:
+        """The stream after the last layer, of all tokens or of those at `last` [B], and the rows of all layers."""
+        plan, known = make_plan(self.config), self._known(tokens, context.positions)
+        x = self._embed(tokens, known, context.positions)
+        streams, rows = [x], {}
+        def pick(x):
+            return jnp.take_along_axis(x, last[:, None, None], axis=1)
+        for number, segment in enumerate(plan.segments):
+            if last is not None and number == plan.silent_from:
+                x, context = pick(x), context.only(last)
+            x, new = self._run_segment(number, segment, x, context, rows)
+            for name, made in new.items():
+                rows.setdefault(name, []).append(made)
+            if plan.depth_average:
+                streams.append(x)
+                x = weighted_sum(self.outer[f"depth_weights_{number}"], streams)
+        # An unknown id is not silently another token: from there on a row is NaN.
+        known = jnp.cumprod(known, axis=1)[..., None] > 0
+        if last is not None:
+            known = pick(known)
+            x = pick(x) if plan.silent_from == len(plan.segments) else x
+        return jnp.where(known, x, jnp.nan), {name: jnp.concatenate(made) for name, made in rows.items()}
+
+    def _run_segment(self, number: int, segment: Segment, x: Array, context: Context,
+                     rows: dict[str, list[Array]]) -> tuple[Array, dict[str, Array]]:
+        """The stream after a segment, and the rows that it made, {name: [slots, B, T, ...]}."""
+        if segment.source:
+            return x, self.segments[number](x, context)
+        handed = {name: rows[name][-1][-1] for name in segment.needs if name in rows}
+        x, new = self.segments[number](x, jnp.arange(segment.repeats), context, handed)
+        return x, {name: made.reshape(-1, *made.shape[2:]) for name, made in new.items()}
+
+    def _known(self, tokens: Array, positions: Array) -> Array:
+        """[B, T] bool: ids and positions that the tables hold."""
         known = (tokens >= 0) & (tokens < self.config.vocab_size)
+        return known & (positions < self.config.context_length) if self.config.positions == "learned" else known
+
+    def _embed(self, tokens: Array, known: Array, positions: Array) -> Array:
         # Rounding to the compute type comes after the look-up: before, the gradients of a frequent token would add up
         # in that type.
-        table = constrain(self.outer["embedding"], "vocab", None)
-        x = table[jnp.where(known, tokens, 0)].astype(self.config.dtype)
-        x = constrain(dropout(self, self.config.dropout, x), *STREAM)
-        rows: dict[str, list[Array]] = {}
-        for segment, scanned in zip(make_plan(self.config).segments, self.segments, strict=True):
-            handed = {name: made[-1][-1] for name, made in rows.items()}
-            x, new = scanned(x, jnp.arange(segment.repeats), context, handed)
-            for name, made in new.items():
-                rows.setdefault(name, []).append(made.reshape(-1, *made.shape[2:]))
-        # An unknown id is not silently another token: from there on a row is NaN.
-        x = jnp.where(jnp.cumprod(known, axis=1)[..., None] > 0, x, jnp.nan)
-        return x, {name: jnp.concatenate(made) for name, made in rows.items()}
+        x = constrain(self.outer["embedding"], "vocab", None)[jnp.where(known, tokens, 0)]
+        if self.config.positions == "learned":
+            x = x + self.outer["position_embedding"][jnp.where(known, positions, 0)]
+        return constrain(dropout(self, self.config.dropout, x.astype(self.config.dtype)), *STREAM)
 
     def _logits(self, x: Array) -> Array:
-        x = rms_norm(x, self.outer["final_norm"], self.config.norm_eps)
+        x = normalize(self.config, self.outer, "final_norm", x)
         matrix = self.outer["embedding"].T if self.config.tie_embeddings else self.outer["unembedding"]
         logits = jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
         logits = constrain(logits, "batch", "length", "vocab")
@@ -276,7 +359,8 @@ def build_attention(config: ModelConfig, segment: int = 0) -> AttentionGroup:
     plan = make_plan(config)
     require(0 <= segment < len(plan.segments),
             f"segment {segment}: the model has segments 0 to {len(plan.segments) - 1}")
-    written = {name for writes in plan.segments[segment].layers for name in writes}
-    foreign = sorted(set(plan.segments[segment].reads) - written)
+    part = plan.segments[segment]
+    require(not part.source, f"segment {segment} has no attention: it only makes {', '.join(part.writes)}")
+    foreign = sorted(set(part.reads) - set(part.writes))
     require(not foreign, f"segment {segment} reads {', '.join(foreign)} of an earlier segment: it does not stand alone")
     return AttentionGroup(config, segment)

@@ -1,0 +1,90 @@
+"""KVPath-Residual: the layers of a path correct the first one's keys and values by a few features each.
+
+    k^0 = h^0 k_alpha,      k^l = k^(l-1) + k_expand^l (h^l k_delta^l)        and the same for values.
+
+Cached per path of m layers: 2 d + 2 (m - 1) delta elements for each key-value head. Keys are cached before rotation,
+because corrections of later layers still add to them; norms and rotation follow the reconstruction. One expansion for
+each key-value head is this project's assumption: the source leaves it open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.attention.components import Component
+from kvjax.attention.grouped_query import GroupedQuery
+from kvjax.attention.partials import Partial, attend, feature_parts_values, parts_scores
+from kvjax.attention.variant import Layer, Param, View, Weights, fan_in, project, rms_norm
+
+
+@dataclass(frozen=True)
+class ResidualHeads(GroupedQuery):
+    """Grouped-query attention whose keys and values are rebuilt along a path of layers."""
+
+    delta: int = 2
+    """Features of a correction, per key-value head."""
+
+    def components(self) -> tuple[Component, ...]:
+        full = [dataclasses.replace(c, name=f"{c.name}_alpha", param=f"{c.name}_alpha", norm=None, rotate=False)
+                for c in super().components()]
+        corrections = [Component(f"{s}_delta", (self.kv_heads, self.delta), s, f"{s}_delta", cumulative=True,
+                                 bias=f"{s}_bias_delta" if self.qkv_bias else None) for s in ("k", "v")]
+        return (*full, *corrections)
+
+    def query_shapes(self, layer: Layer) -> dict[str, Param]:
+        heads = "kv_heads" if self.kv_heads > 1 else None
+        expand = Param((self.kv_heads, self.head_dim, self.delta), (heads, None, None), fan_in(self.delta))
+        expansions = {f"{c.state}_expand": expand for c in layer.writes if c.cumulative}
+        norms = {name: Param((self.head_dim,), (None,), jax.nn.initializers.ones)
+                 for name in ("qk_norm_q", "qk_norm_k") if self.qk_norm}
+        plain = GroupedQuery.query_shapes(dataclasses.replace(self, qk_norm=False), layer)
+        return plain | norms | expansions
+
+    def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> Array:
+        """[B, T, H, d]."""
+        queries = project(x, weights["q_proj"])
+        if self.qkv_bias:
+            queries = queries + weights["q_bias"]
+        if self.qk_norm:
+            queries = rms_norm(queries, weights["qk_norm_q"], layer.norm_eps)
+        return layer.rotate(queries, positions)
+
+    def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
+        """Rebuilds the viewed keys and values."""
+        values = _rebuilt(path, view, "v")
+        return attend(queries, self._keys(layer, path, view), values, view.mask, self.head_dim**-0.5)
+
+    def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
+        """Rebuilds keys only: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""
+        values = (view["v_alpha"], *view.entries.get("v_delta", ()))
+        out, lse = attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.head_dim**-0.5,
+                          scores=parts_scores, combine=feature_parts_values)
+        full, *corrections = jnp.split(out, [self.head_dim + i * self.delta for i in range(len(values) - 1)], axis=-1)
+        for expand, correction in zip(_expansions(path, "v"), corrections, strict=True):
+            grouped = correction.reshape(*correction.shape[:2], self.kv_heads, -1, self.delta)
+            full += jnp.einsum("gdr,btghr->btghd", expand.astype(jnp.float32), grouped).reshape(full.shape)
+        return Partial(full, lse)
+
+    def _keys(self, layer: Layer, path: tuple[Weights, ...], view: View) -> Array:
+        keys = _rebuilt(path, view, "k")
+        if self.qk_norm:
+            keys = rms_norm(keys, path[-1]["qk_norm_k"], layer.norm_eps)
+        return layer.rotate(keys, view.positions)
+
+
+def _expansions(path: tuple[Weights, ...], state: str) -> list[Array]:
+    return [weights[f"{state}_expand"] for weights in path if f"{state}_expand" in weights]
+
+
+def _rebuilt(path: tuple[Weights, ...], view: View, state: str) -> Array:
+    """The layer's keys or values [B, S, G, d] before rotation, from the rows: no rounded state is carried."""
+    full = view[f"{state}_alpha"]
+    total = full.astype(jnp.float32)
+    for expand, rows in zip(_expansions(path, state), view.entries.get(f"{state}_delta", ()), strict=True):
+        total += jnp.einsum("gdr,bsgr->bsgd", expand, rows, preferred_element_type=jnp.float32)
+    return total.astype(full.dtype)
