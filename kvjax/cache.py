@@ -3,12 +3,17 @@
 Stored tokens-minor, [slots, B, F, S]: tokens fill the lanes of a TPU tile whatever the size of a head, and a block of
 tokens is read in place. F is the flattened features, head axis first, so that splitting it over devices splits heads.
 The past is read through a handle (component, slot, block) and new rows of all layers are written once, after the last.
+A quantised cache holds the scales of its components as components of their own: they are written, split and counted
+like all others, and meet their values only where rows go in and where a block is read.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
@@ -16,7 +21,8 @@ from kvjax.attention.components import Component
 from kvjax.attention.masks import Mask
 from kvjax.attention.sharing import make_plan
 from kvjax.attention.variant import View
-from kvjax.config import ConfigError, ModelConfig, require
+from kvjax.config import ModelConfig, require
+from kvjax.quantisation import SCALE_TYPE, dequantise, is_quantised, quantise, scale_component, storage_type
 from kvjax.sharding import constrain, per_device, pin_layout
 
 BLOCK = 512
@@ -44,6 +50,31 @@ def tokens_kept(component: Component, room: int) -> int:
     return room if component.window is None else min(room, capacity(component.window))
 
 
+class Stored(NamedTuple):
+    """One component as a cache of some type holds it."""
+
+    component: Component
+    slots: int
+    dtype: np.dtype
+
+
+def contents(config: ModelConfig, dtype=None) -> tuple[Stored, ...]:
+    """What a cache of type `dtype` (None: the compute type) holds: cached components, quantised ones with their scales.
+
+    Raises ConfigError if a cache cannot be of that type.
+    """
+    plan, dtype = make_plan(config), storage_type(config.dtype if dtype is None else dtype)
+    held = []
+    for c in plan.cached:
+        held.append(Stored(c, plan.slots(c.name), dtype))
+        if is_quantised(dtype):
+            held.append(Stored(scale_component(c), plan.slots(c.name), SCALE_TYPE))
+    names = [stored.component.name for stored in held]
+    require(len(set(names)) == len(names), f"a {dtype} cache would hold components {names}: names must be unique, and "
+                                           "NAME_scale is taken by the scales of NAME")
+    return tuple(held)
+
+
 @struct.dataclass
 class Cache:
     """Cached components of a batch of sequences. Rows may have different lengths."""
@@ -62,11 +93,16 @@ class Cache:
         """Bytes of all components as allocated."""
         return sum(c.size * c.dtype.itemsize for c in self.components.values())
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Element type that `init_cache` was given; scales have their own."""
+        return self.components[self.table[0].name].dtype
+
     def append(self, rows: dict[str, Array], counts: Array | None = None) -> Cache:
         """Writes new rows of every slot.
 
         Args:
-            rows: {name: [slots, B, T, *features]}.
+            rows: {name: [slots, B, T, *features]} of the model's cached components, as they were computed.
             counts: [B], how many of the T tokens are real, the first ones; None: all.
         Raises:
             ValueError: when it is known before running that they do not fit.
@@ -74,6 +110,7 @@ class Cache:
         batch, length = self.lengths.shape[0], next(iter(rows.values())).shape[2]
         counts = jnp.full((batch,), length, jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
         self._refuse_overflow(length, counts)
+        rows = self._quantised(rows) if is_quantised(self.dtype) else rows
         stored = {c.name: to_stored(c, rows[c.name]).astype(self.components[c.name].dtype) for c in self.table}
         axes = {c.name: stored_axes(c) for c in self.table}
         arguments = self.components, stored, self.lengths, jnp.minimum(counts, self.capacity - self.lengths)
@@ -82,6 +119,13 @@ class Cache:
         return self.replace(
             components=write(*arguments),
             lengths=jnp.minimum(total, self.capacity), overflowed=self.overflowed | (total > self.capacity))
+
+    def _quantised(self, rows: dict[str, Array]) -> dict[str, Array]:
+        quantised = {}
+        for c in self.table:
+            if c.name in rows:
+                quantised[c.name], quantised[scale_component(c).name] = quantise(rows[c.name], c, self.dtype)
+        return quantised
 
     def _refuse_overflow(self, length: int, counts: Array) -> None:
         if length > self.capacity:
@@ -133,16 +177,24 @@ class Past:
              dtype) -> View:
         """One block as the queries at `query_positions` [B, T] see it; `slots` says which entries to read."""
         table = {c.name: c for c in self.cache.table}
-        entries = {name: tuple(self._read(table[name], slot, block).astype(dtype) for slot in ids)
+        entries = {name: tuple(self._read(table[name], slot, block, dtype) for slot in ids)
                    for name, ids in slots.items()}
         positions, valid = self._positions(block)
         return View(entries, positions, Mask(query_positions, positions, valid=valid, window=window))
 
-    def _read(self, component: Component, slot: Array | int, block: Array | int) -> Array:
+    def _read(self, component: Component, slot: Array | int, block: Array | int, dtype) -> Array:
+        rows = self._slice(component, slot, block)
+        if not is_quantised(rows.dtype):
+            return rows.astype(dtype)
+        return dequantise(rows, self._slice(scale_component(component), slot, block), component, dtype)
+
+    def _slice(self, component: Component, slot: Array | int, block: Array | int) -> Array:
         stored = self.cache.components[component.name]
         sizes = (1, *stored.shape[1:3], self.block)
         read = jax.lax.dynamic_slice(stored, (slot, 0, 0, block * self.block), sizes)
-        return from_stored(component, pin_layout(read, *stored_axes(component)))[0]
+        if component.size > 1:  # a single feature does not fill tiles: row-major order would be a padded copy
+            read = pin_layout(read, *stored_axes(component))
+        return from_stored(component, read)[0]
 
     def _positions(self, block: Array | int) -> tuple[Array, Array]:
         slot = block * self.block + jnp.arange(self.block)
@@ -209,30 +261,27 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype=None) -> 
         config: the model's architecture.
         batch: sequences.
         max_length: tokens each may reach, prompt and generated ones together; rounded up to whole blocks.
-        dtype: element type; None: the model's compute type.
+        dtype: element type: float32, bfloat16 or float16; int8 or float8_e4m3fn, which are kept with bfloat16 scales
+            (`kvjax.quantisation`); None: the model's compute type.
     Raises:
-        ConfigError: batch or max_length below 1.
+        ConfigError: batch or max_length below 1, or another dtype.
     """
     require(batch > 0 and max_length > 0, f"init_cache(batch={batch}, max_length={max_length}): both must be above 0")
-    plan, dtype = make_plan(config), jnp.dtype(config.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(f"init_cache(dtype={dtype}): choose a floating type")
-    room = capacity(max_length)
-    def allocate(c: Component) -> Array:
-        shape = plan.slots(c.name), batch, c.size, tokens_kept(c, room)
-        return constrain(jnp.zeros(shape, dtype), *stored_axes(c))
-    return Cache({c.name: allocate(c) for c in plan.cached}, jnp.zeros((batch,), jnp.int32),
-                 jnp.zeros((batch,), bool), plan.cached, room)
+    held, room = contents(config, dtype), capacity(max_length)
+    def allocate(c: Component, slots: int, dtype: np.dtype) -> Array:
+        return constrain(jnp.zeros((slots, batch, c.size, tokens_kept(c, room)), dtype), *stored_axes(c))
+    return Cache({stored.component.name: allocate(*stored) for stored in held}, jnp.zeros((batch,), jnp.int32),
+                 jnp.zeros((batch,), bool), tuple(stored.component for stored in held), room)
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype=None, length: int | None = None) -> float:
-    """Bytes cached per token of context over the whole model, from the plan.
+    """Bytes cached per token of context over the whole model, from the plan; of a quantised cache with its scales.
 
     A cache made for `length` tokens holds this times its capacity, exactly. `dtype` defaults to the compute type,
     `length` to the context length; it matters only where windows limit what is kept.
     """
     length = config.context_length if length is None else length
     require(length > 0, f"cache_bytes_per_token(length={length}): it must be above 0")
-    plan, room = make_plan(config), capacity(length)
-    elements = sum(plan.slots(c.name) * c.size * tokens_kept(c, room) for c in plan.cached)
-    return elements * jnp.dtype(config.dtype if dtype is None else dtype).itemsize / room
+    room = capacity(length)
+    held = contents(config, dtype)
+    return sum(slots * c.size * tokens_kept(c, room) * dtype.itemsize for c, slots, dtype in held) / room

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attention.sharing import make_plan
-from kvjax.cache import Cache
+from kvjax.cache import Cache, contents
 from kvjax.model.decoder import Decoder
 
 
@@ -47,10 +46,11 @@ def decode(
 
 
 def _check_cache(model: Decoder, cache: Cache) -> None:
-    plan = make_plan(model.config)
-    held = {name: (c.shape[0], c.shape[2]) for name, c in cache.components.items()}
-    if cache.table != plan.cached or held != {c.name: (plan.slots(c.name), c.size) for c in plan.cached}:
-        raise ValueError(f"the cache is of another model: it holds (slots, features) {held}; make it with "
+    held = {name: (c.shape[0], c.shape[2], c.dtype.name) for name, c in cache.components.items()}
+    wanted = contents(model.config, cache.dtype)
+    sizes = {c.name: (slots, c.size, dtype.name) for c, slots, dtype in wanted}
+    if cache.table != tuple(stored.component for stored in wanted) or held != sizes:
+        raise ValueError(f"the cache is of another model: it holds (slots, features, type) {held}; make it with "
                          "init_cache(model.config, ...)")
 
 

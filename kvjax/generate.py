@@ -21,6 +21,7 @@ from jax import Array
 from kvjax.cache import BLOCK, Cache, init_cache
 from kvjax.config import require
 from kvjax.decoding import decode
+from kvjax.quantisation import storage_type
 from kvjax.sampling import check_settings, sample
 from kvjax.sharding import constrain
 
@@ -59,7 +60,7 @@ class State:
 
 def generate(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0,
-             eos_id: int | None = None) -> list[list[int]]:
+             eos_id: int | None = None, cache_dtype=None) -> list[list[int]]:
     """Continues every prompt.
 
     Args:
@@ -70,13 +71,15 @@ def generate(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *,
       temperature, top_k, top_p, min_p: as in `kvjax.sampling.sample`; temperature 0 takes the most likely token.
       seed: a row's draws depend on the seed, the row's index and its own prompt, not on the rest of the batch.
       eos_id: a row stops after drawing this token; None: all rows draw `max_new_tokens`.
+      cache_dtype: element type of the cache, as `kvjax.init_cache` takes it; None: the compute type.
 
     Returns: the new tokens of each prompt, `eos_id` included.
     Raises ConfigError on an empty prompt, token ids outside the vocabulary, or settings that make no sense.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for new in generate_stream(model, params, prompts, max_new_tokens=max_new_tokens, temperature=temperature,
-                               top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, eos_id=eos_id, stride=STRIDE):
+                               top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, eos_id=eos_id, cache_dtype=cache_dtype,
+                               stride=STRIDE):
         for row, tokens in zip(rows, new, strict=True):
             row.extend(tokens)
     return rows
@@ -84,7 +87,7 @@ def generate(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *,
 
 def generate_stream(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
                     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0,
-                    eos_id: int | None = None, stride: int = 4) -> Iterator[list[list[int]]]:
+                    eos_id: int | None = None, cache_dtype=None, stride: int = 4) -> Iterator[list[list[int]]]:
     """As `generate`, but yields the next `stride` (at most 32) tokens of every row as soon as they are drawn.
 
     Rows that are done yield empty lists. Errors are raised by the call itself, not by the first item.
@@ -92,25 +95,27 @@ def generate_stream(model: nn.Module, params: Any, prompts: Sequence[Sequence[in
     require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: it must be 1 or more")
     require(1 <= stride <= STRIDE, f"stride is {stride}: it must be between 1 and {STRIDE}")
     check_settings(temperature, top_k, top_p, min_p)
+    cache_dtype = storage_type(model.config.dtype if cache_dtype is None else cache_dtype)
     rows = _checked_prompts(prompts, model.config.vocab_size)
     settings = Settings(jax.random.key(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p),
                         np.float32(min_p), np.int32(-1 if eos_id is None else eos_id))
-    return _stream(model, params, rows, settings, max_new_tokens, stride)
+    return _stream(model, params, rows, settings, max_new_tokens, cache_dtype, stride)
 
 
-def _stream(model, params, rows: list[np.ndarray], settings: Settings, left: int, stride: int):
-    state = _start(model, params, rows, left)
+def _stream(model, params, rows: list[np.ndarray], settings: Settings, left: int, cache_dtype, stride: int):
+    state = _start(model, params, rows, left, cache_dtype)
     while left > 0 and not state.done.all():
         drawn, state = _advance(model, params, state, settings, np.int32(min(stride, left)))
         left -= stride
         yield [tokens[tokens >= 0].tolist() for tokens in np.asarray(drawn)]
 
 
-def _start(model, params, rows: list[np.ndarray], max_new_tokens: int) -> State:
+def _start(model, params, rows: list[np.ndarray], max_new_tokens: int, cache_dtype=None) -> State:
     """Prefills the cache with every token of the prompts but the last."""
     counts = np.array([len(row) - 1 for row in rows], np.int32)
     longest = int(counts.max())
-    state = _empty(model.config, _capacity(longest + max_new_tokens), np.array([row[-1] for row in rows], np.int32))
+    last = np.array([row[-1] for row in rows], np.int32)
+    state = _empty(model.config, _capacity(longest + max_new_tokens), cache_dtype, last)
     start = 0
     while start < longest:
         length = next((c for c in CHUNKS if c >= longest - start), CHUNKS[-1])
@@ -129,10 +134,10 @@ def _capacity(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _empty(config, capacity: int, last: Array) -> State:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(config, capacity: int, cache_dtype, last: Array) -> State:
     """The state before prefill; `last` [B] are the prompts' last tokens. Jitted, so that a mesh gets it in parts."""
-    cache = init_cache(config, last.shape[0], capacity)
+    cache = init_cache(config, last.shape[0], capacity, cache_dtype)
     return State(cache, constrain(last, "batch"), constrain(jnp.zeros(last.shape, bool), "batch"), jnp.int32(0))
 
 
