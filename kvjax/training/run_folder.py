@@ -1,6 +1,7 @@
 """The folder of a run: which configuration it holds, and what may be deleted in it.
 
     config.json  tokenizer/  checkpoints/  damaged/  metrics.jsonl  tensorboard/  profile/  eval/ (of `eval.py`)
+    conversion.json (of a run that starts from a trained model)
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ CONFIG, METRICS = "config.json", "metrics.jsonl"
 TOKENIZER, CHECKPOINTS, DAMAGED, TENSORBOARD, PROFILE = "tokenizer", "checkpoints", "damaged", "tensorboard", "profile"
 UNFINISHED = ".partial"
 LOCK = "lock"
+CONVERSION = "conversion.json"
 CONTENTS = (TOKENIZER, TOKENIZER + UNFINISHED, CHECKPOINTS, DAMAGED, METRICS, TENSORBOARD, PROFILE, "eval", LOCK,
-            CONFIG + UNFINISHED, CONFIG)
+            CONVERSION, CONFIG + UNFINISHED, CONFIG)
 """What a run and its evaluation write: nothing else in its folder is ever deleted. The last marks it as a run's."""
 
 FREE = ("mesh", "checkpoint", "data.workers", "model.remat", "train.accumulation", "train.log_every",

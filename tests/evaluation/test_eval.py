@@ -23,8 +23,10 @@ from kvjax.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from kvjax.convert.folder import save_model
 from kvjax.data.pipeline import token_splits
 from kvjax.data.tokenizers import ByteTokenizer
+from kvjax.evaluation import run
 from kvjax.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,3 +127,27 @@ def test_errors_are_one_line_and_exit_with_two(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "eval.py", tmp_path], capture_output=True, encoding="utf-8")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_quantised_cache_is_measured_and_generated_from(run_dir, eval_py):
+    out = eval_py(run_dir, "--cache-dtype", "int8", "--batches", 1, "--prompt", "fox", "--max-new-tokens", 5)
+    results = json.loads((run_dir / "eval" / "4_of_1_batches_int8_cache.json").read_text())
+    assert "k_a_scale" in out and "\nfox" in out
+    assert results["cache"]["measured"] == results["cache"]["formula"] == (2 + 2) * (2 * 2 + 2 * 4) + 4 * 2 * 2
+    assert results["cache_loss_difference"] == results["cache_loss"] - results["cache_loss_unquantised"]
+    assert abs(results["cache_loss_unquantised"] - results["loss"]) < 0.5
+
+
+def test_a_cache_report_needs_no_run(eval_py):
+    assert "12.50" in eval_py("gqa_1500m", "--cache-report"), "times smaller than multi-head attention"
+
+
+def test_a_converted_model_is_evaluated_on_given_text(run_dir, eval_py, tmp_path):
+    restored = run.restore(run_dir)
+    save_model(tmp_path / "model", restored.config.model, jax.device_get(restored.params), restored.tokenizer)
+    text = restored.config.data.source
+    out = eval_py(tmp_path / "model", "--data", text, "--prompt", "fox", "--max-new-tokens", 3, "--context-length", 16)
+    expected = run.validation_loss(run.adjusted(run.restore(tmp_path / "model"), text, context_length=16))["loss"]
+    assert f"{expected:.4f}" in out and "\nfox" in out and not (tmp_path / "model" / "eval").exists()
+    with pytest.raises(ConfigError, match="step 4: .* is a single model"):
+        run.restore(tmp_path / "model", 4)

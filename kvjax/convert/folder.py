@@ -1,0 +1,89 @@
+"""Folders of converted models, and `load_model`, which reads those and every other form of a trained model.
+
+    config.json (of the ModelConfig)  params/ (Orbax)  tokenizer/ (tokenizer.json)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+from kvjax.config import ConfigError, ModelConfig, load, require, save
+from kvjax.convert.checks import check_params, prepare_folder
+from kvjax.convert.huggingface import from_huggingface
+from kvjax.convert.settings import CONFIG, read_settings
+from kvjax.data.tokenizers import Tokenizer, load_tokenizer
+from kvjax.model import abstract_parameters
+from kvjax.training.checkpoint import restore_params
+
+PARAMS, TOKENIZER, TOKENIZER_FILE = "params", "tokenizer", "tokenizer.json"
+Model = tuple[ModelConfig, dict[str, Any], Tokenizer | None]
+
+
+def save_model(folder: Path | str, config: ModelConfig, params: Any, tokenizer: Tokenizer | None = None) -> None:
+    """Writes a model as a folder that `load_model` reads.
+
+    Args:
+        folder: made if it is not there; must be empty.
+        config, params: the model.
+        tokenizer: saved with it; None: the folder has none.
+    Raises:
+        ConfigError: the folder is not empty, or `params` are another model's.
+    """
+    folder = Path(folder)
+    check_params(config, params)
+    prepare_folder(folder)
+    if tokenizer is not None:
+        tokenizer.save(folder / TOKENIZER)
+    ocp.save((folder / PARAMS).absolute(), jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params))
+    save(config, folder / CONFIG)  # last: it marks the folder as complete
+
+
+def load_model(source: Path | str) -> Model:
+    """Configuration, float32 parameters and tokenizer (None if it brings none) of a trained model.
+
+    Args:
+        source: the folder of a run, whose newest intact checkpoint is taken; a folder of `save_model`; a Hugging Face
+            folder; or a .gguf file.
+    Raises:
+        ConfigError: it is none of these, or cannot be read as what it is.
+    """
+    source = Path(source)
+    if source.suffix == ".gguf":
+        from kvjax.convert.gguf import from_gguf
+        return from_gguf(source)
+    keys = read_settings(source).values.keys()
+    if "model_type" in keys:
+        return *from_huggingface(source), _tokenizer(source)
+    if {"model", "train"} <= keys:
+        config, params, _ = restore_params(source)
+        return config.model, params, _tokenizer(source / TOKENIZER)
+    require("attention" in keys, f"{source / CONFIG} is no model's: it has neither model_type (Hugging Face) nor model "
+                                 "and train (a run) nor attention (a converted model)")
+    return _load_converted(source)
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else None
+
+
+def _load_converted(folder: Path) -> Model:
+    config = load(ModelConfig, folder / CONFIG)
+    place = SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=place),
+                            abstract_parameters(config))
+    weights = (folder / PARAMS).absolute()
+    try:
+        check_params(config, ocp.metadata(weights).metadata, str(weights))
+        params = ocp.load(weights, abstract)
+    except ConfigError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise a dozen types for files that are cut or missing
+        raise ConfigError(f"{weights} cannot be read: {type(error).__name__}: "
+                          f"{str(error).splitlines()[0][:200] if str(error) else ''}") from error
+    return config, params, _tokenizer(folder / TOKENIZER)

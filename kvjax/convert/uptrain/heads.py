@@ -1,0 +1,130 @@
+"""What a source layer's heads make of their inputs, and which rotary pairs a narrower rotation keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvjax.attention.rotary import Rope
+from kvjax.convert.uptrain.regression import Calibration, reduced_rank
+
+Weights = dict[str, Any]
+Halves = tuple[np.ndarray, np.ndarray]
+"""The same of the text that maps are fitted on, and of the text that they are judged on."""
+
+KEY_VALUE = ("k_proj", "v_proj", "k_bias", "v_bias")
+
+
+def without_keys_and_values(layer: Weights) -> Weights:
+    """The weights of a layer but for those that make keys and values."""
+    return {name: weight for name, weight in layer.items() if name not in KEY_VALUE}
+
+
+def has_bias(layer: Weights) -> bool:
+    """Whether its queries, keys and values have biases."""
+    return "k_bias" in layer
+
+
+def inputs(calibration: Calibration, number: int, bias: bool) -> Halves:
+    """A layer's inputs [N, D]; with a bias, a constant feature comes last, whose weight it is."""
+    halves = (calibration.fit[number], calibration.test[number])
+    return tuple(np.concatenate([x, np.ones((len(x), 1), x.dtype)], axis=1) for x in halves) if bias else halves
+
+
+def affine(layer: Weights, state: str) -> np.ndarray:
+    """Projection of `state` (q, k or v), its bias the last row if it has one: [D or D + 1, heads, d]."""
+    matrix = np.asarray(layer[f"{state}_proj"], np.float64)
+    bias = layer.get(f"{state}_bias")
+    return matrix if bias is None else np.concatenate([matrix, np.asarray(bias, np.float64)[None]])
+
+
+def named(matrix: np.ndarray, param: str, bias: str | None) -> Weights:
+    """A projection made by `affine`, as the weights called `param` and, if there is one, `bias`."""
+    return {param: matrix} if bias is None else {param: matrix[:-1], bias: matrix[-1]}
+
+
+def apply(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """x [N, D] times [D, heads, d] -> [N, heads, d], in float64."""
+    return np.tensordot(x.astype(np.float64), matrix, axes=1)
+
+
+def states(layer: Weights, state: str, calibration: Calibration, number: int) -> Halves:
+    """The source's unrotated queries, keys or values of layer `number`: [N, heads, d]."""
+    matrix = affine(layer, state)
+    return tuple(apply(x, matrix) for x in inputs(calibration, number, has_bias(layer)))
+
+
+def absorb_in_output(o_proj: np.ndarray, maps: np.ndarray) -> np.ndarray:
+    """Output projection [H, d, D] for values that `maps` [G, d', d] turn into the source's: [H, d', D]."""
+    return np.einsum("hij,hjd->hid", for_query_heads(maps, len(o_proj)), np.asarray(o_proj, np.float64))
+
+
+def for_query_heads(per_head: np.ndarray, heads: int) -> np.ndarray:
+    """What belongs to key-value heads [G, ...], for the query heads that they serve [H, ...]."""
+    return np.repeat(per_head, heads // len(per_head), axis=0)
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    """[N, ...] -> [N, features]."""
+    return x.reshape(len(x), -1)
+
+
+def matching_pairs(rope: Rope, width: int, narrow: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rotary pairs of heads of `width` features that a rotation of `narrow` features stands for.
+
+    Returns: for each of the narrow pairs, the source pair of the nearest frequency, all different; and whether the two
+        frequencies are equal, so that the pair survives as it is.
+    """
+    if rope.base is None:
+        return np.arange(narrow // 2), np.ones(narrow // 2, bool)
+    source, target = np.log(rope.frequencies(width)), np.log(rope.frequencies(narrow))
+    chosen: list[int] = []
+    for frequency in target:
+        order = np.argsort(np.abs(source - frequency), kind="stable")
+        chosen.append(next(int(p) for p in order if p not in chosen))
+    return np.array(chosen), np.abs(source[chosen] - target) < 1e-4
+
+
+def mean_rotation(frequencies: np.ndarray, length: int) -> np.ndarray:
+    """Mean of cos(frequency · distance) over all pairs of tokens in sequences of `length`.
+
+    The constant that stands best for a rotation which is left out: near 1 for slow pairs, near 0 for fast ones.
+    """
+    distance = np.arange(length)
+    counts = length - distance
+    return (np.cos(np.outer(frequencies, distance)) * counts).sum(axis=1) / counts.sum()
+
+
+def unrotated_r_squared(keys: np.ndarray, features: np.ndarray, weight: np.ndarray, imitated: np.ndarray) -> float:
+    """R² of keys [N, G, d] of which some features lose their rotation and become `imitated` [N, G, features].
+
+    `weight` is their mean rotation c. Over all distances the mean of |rot(k) - y|² is |c k - y|² + (1 - c²) |k|²: what
+    a constant cannot follow counts as lost. All other features are taken to be exact.
+    """
+    part = keys[..., features]
+    lost = ((weight * part - imitated) ** 2 + (1 - weight**2) * part**2).sum()
+    return float(1 - lost / ((keys - keys.mean(axis=0)) ** 2).sum())
+
+
+def columns(pairs: np.ndarray, width: int) -> np.ndarray:
+    """Features of half-split rotary pairs in heads of `width`: first ones, then second ones."""
+    return np.concatenate([pairs, pairs + width // 2])
+
+
+def reduced_rank_per_head(x: np.ndarray, y: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reduced-rank regressions of y [N, G, d] on x [N, D], head by head: [D, G, rank], [G, rank, d]."""
+    downs, ups = zip(*(reduced_rank(x, y[:, g], rank) for g in range(y.shape[1])), strict=True)
+    return np.stack(downs, axis=1), np.stack(ups)
+
+
+def shared_projection(x: np.ndarray, wanted: list[np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """One projection of x [D, G, rank] for the states of several layers, and maps [layers, G, rank, d] back to each."""
+    heads, width = wanted[0].shape[1:]
+    down, up = reduced_rank_per_head(x, np.concatenate(wanted, axis=2), rank)
+    return down, np.moveaxis(up.reshape(heads, rank, len(wanted), width), 2, 0)
+
+
+def mapped(x: np.ndarray, maps: np.ndarray) -> np.ndarray:
+    """[N, G, rank] times [G, rank, d]."""
+    return np.einsum("ngr,grd->ngd", x, maps)
