@@ -1,15 +1,22 @@
-"""What a model's cache holds: measured on an allocated cache, against the formula and multi-head attention."""
+"""What a model's cache holds, and what a decode step reads of it: measured on an allocated cache.
+
+Held and read are two things: layers that share entries hold them once and each read them; a layer of a KVPath-Residual
+path reads the corrections of all layers before it. What is held limits batch and context, what is read takes time.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
-import jax.numpy as jnp
 from rich.table import Table
 
 from kvjax.attention.sharing import make_plan
-from kvjax.cache import cache_bytes_per_token, init_cache
-from kvjax.config import ModelConfig
+from kvjax.cache import Stored, cache_bytes_per_token, contents, init_cache
+from kvjax.config import Config, ModelConfig, load
+from kvjax.config_files import load_config
+from kvjax.quantisation import scale_component, storage_type
 
 
 @dataclass(frozen=True)
@@ -20,9 +27,16 @@ class ComponentRow:
     features: tuple[int, ...]
     """Sizes of one entry."""
     slots: int
-    """Entries per token over all layers."""
+    """Entries held per token over all layers."""
     bytes_per_token: float
-    """Measured: bytes of the allocated array, divided by the tokens of context it serves."""
+    """Held. Measured: bytes of the allocated array, divided by the tokens of context it serves."""
+    reads: int
+    """Entries that the layers read per token in one decode step."""
+
+    @property
+    def read(self) -> float:
+        """Bytes read per token of context in one decode step."""
+        return self.bytes_per_token / self.slots * self.reads
 
 
 @dataclass(frozen=True)
@@ -34,14 +48,24 @@ class CacheReport:
     """Tokens of context of the measured cache."""
     components: tuple[ComponentRow, ...]
     measured: float
+    """Bytes held, of the allocated arrays."""
     formula: float
+    """The same from the plan."""
+    read: float
+    """Bytes that one decode step of a full cache reads, each layer its entries once."""
     multi_head: float
-    """What multi-head attention in a model of this width keeps: keys and values of D elements in every layer."""
+    """What multi-head attention in a model of this width holds, and reads: keys and values of D elements in every
+    layer, of the same type (of a quantised one without scales) and without a window."""
 
     @property
     def factor(self) -> float:
-        """How many times smaller than that of multi-head attention the cache is."""
+        """How many times less than multi-head attention the cache holds."""
         return self.multi_head / self.measured
+
+    @property
+    def read_factor(self) -> float:
+        """How many times less than with multi-head attention a decode step reads."""
+        return self.multi_head / self.read
 
 
 def report(config: ModelConfig, length: int | None = None, dtype: str | None = None) -> CacheReport:
@@ -52,31 +76,56 @@ def report(config: ModelConfig, length: int | None = None, dtype: str | None = N
       length: tokens of context, rounded up to what a cache allocates; default: the context length. It matters only
         where a window limits what is kept.
       dtype: element type; default: the model's compute type.
+    Raises:
+      ConfigError: a length below 1, or a type that a cache cannot be of.
     """
+    dtype = storage_type(config.dtype if dtype is None else dtype)
     cache = init_cache(config, 1, config.context_length if length is None else length, dtype)
-    kept = jnp.dtype(config.dtype if dtype is None else dtype)
-    plan = make_plan(config)
-    rows = tuple(ComponentRow(c.name, c.features, plan.slots(c.name), cache.components[c.name].nbytes / cache.capacity)
-                 for c in plan.cached)
+    reads = entries_read(config)
+
+    def row(stored: Stored) -> ComponentRow:
+        name = stored.component.name
+        held = cache.components[name].nbytes / cache.capacity
+        return ComponentRow(name, stored.component.features, stored.slots, held, reads[name])
+
+    rows = tuple(map(row, contents(config, dtype)))
     return CacheReport(
-        dtype=kept.name, length=cache.capacity, components=rows,
-        measured=sum(row.bytes_per_token for row in rows),
-        formula=cache_bytes_per_token(config, kept, cache.capacity),
-        multi_head=2.0 * config.layers * config.width * kept.itemsize)
+        dtype=dtype.name, length=cache.capacity, components=rows,
+        measured=sum(row.bytes_per_token for row in rows), formula=cache_bytes_per_token(config, dtype, cache.capacity),
+        read=sum(row.read for row in rows), multi_head=2.0 * config.layers * config.width * dtype.itemsize)
+
+
+def entries_read(config: ModelConfig) -> Counter[str]:
+    """Entries of each cached component, and of its scales, that all layers together read to decode a token."""
+    plan, total = make_plan(config), Counter()
+    for layer in plan.reads():
+        total.update(layer)
+    return total + Counter({scale_component(c).name: total[c.name] for c in plan.cached})
+
+
+def find_model(name_or_folder: str | Path) -> ModelConfig:
+    """The model of a run's folder, or of a configuration by name or path.
+
+    Raises ConfigError if it is neither, or does not load.
+    """
+    saved = Path(name_or_folder) / "config.json"
+    return (load(Config, saved) if saved.is_file() else load_config(str(name_or_folder))).model
 
 
 def table(result: CacheReport) -> Table:
     """The report as a table for the terminal."""
-    out = Table("component", "features", "slots", "bytes / token",
-                title=f"cache, {result.dtype}, with room for {result.length} tokens")
+    out = Table("component", "features", "held", "bytes held", "read", "bytes read",
+                title=f"cache, {result.dtype}, with room for {result.length:,} tokens: entries and bytes "
+                      "per token of context, of all layers")
     for column in out.columns[2:]:
         column.justify = "right"
     for row in result.components:
         features = " x ".join(str(n) for n in row.features)
-        out.add_row(row.name, features, str(row.slots), f"{row.bytes_per_token:,.0f}")
+        out.add_row(row.name, features, str(row.slots), f"{row.bytes_per_token:,.0f}", str(row.reads),
+                    f"{row.read:,.0f}")
     out.add_section()
-    out.add_row("measured", "", "", f"{result.measured:,.0f}")
+    out.add_row("measured", "", "", f"{result.measured:,.0f}", "", f"{result.read:,.0f}")
     out.add_row("formula", "", "", f"{result.formula:,.0f}")
-    out.add_row("multi-head", "", "", f"{result.multi_head:,.0f}")
-    out.add_row("times smaller", "", "", f"{result.factor:.2f}")
+    out.add_row("multi-head", "", "", f"{result.multi_head:,.0f}", "", f"{result.multi_head:,.0f}")
+    out.add_row("times smaller", "", "", f"{result.factor:.2f}", "", f"{result.read_factor:.2f}")
     return out

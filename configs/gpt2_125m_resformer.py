@@ -1,0 +1,6 @@
+"""ResFormer on GPT-2 125M, as in the published comparison of SkipV1Former."""
+
+from configs._skipv1 import gpt2
+from kvjax.attention import ResFormer
+
+config = gpt2("125m", ResFormer())

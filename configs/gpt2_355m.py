@@ -1,0 +1,5 @@
+"""GPT-2 355M, the base model of SkipV1Former."""
+
+from configs._skipv1 import gpt2
+
+config = gpt2("355m")

@@ -1,0 +1,5 @@
+"""KVPath-Concat at 125M, deltas of half of a head (sizes are this project's choice)."""
+
+from configs._sharing import kvpath_concat
+
+config = kvpath_concat("125m", parts=2)

@@ -1,0 +1,5 @@
+"""KVPath-Concat at 1.5B, deltas of a quarter of a head (sizes are this project's choice)."""
+
+from configs._sharing import kvpath_concat
+
+config = kvpath_concat("1500m", parts=4)

@@ -1,0 +1,5 @@
+"""KVPath-Concat over latents at 125M (sizes are this project's choice)."""
+
+from configs._sharing import kvpath_mla
+
+config = kvpath_mla("125m")

@@ -1,0 +1,5 @@
+"""KVPath-Residual at 353M, deltas of half of a head (sizes are this project's choice)."""
+
+from configs._sharing import kvpath_residual
+
+config = kvpath_residual("353m", parts=2)

@@ -1,0 +1,5 @@
+"""LLaMA 350M, the base model of SkipV1Former."""
+
+from configs._skipv1 import llama
+
+config = llama("350m")

@@ -1,0 +1,6 @@
+"""KVPath-Concat, one path with deltas of a quarter of a head, at the quick start's size."""
+
+from configs._small import heads, small
+from kvjax.attention import PathConcat
+
+config = small(heads(), PathConcat(layers=4, delta=8))

@@ -1,0 +1,6 @@
+"""YOCO-V at the quick start's size."""
+
+from configs._small import heads, small
+from kvjax.attention import YocoValues
+
+config = small(heads(), YocoValues())
