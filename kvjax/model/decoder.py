@@ -25,6 +25,7 @@ from kvjax.model.parameters import Table, group_table, layer_spec, outer_table, 
 from kvjax.sharding import constrain, pin_layout
 
 STREAM = ("batch", "length", None)
+INPUTS = "attention inputs"
 
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
          "full": jax.checkpoint_policies.nothing_saveable}
@@ -43,6 +44,8 @@ class Context:
     """[B, S] of the tokens whose rows are read, where only some of them pass the layers; None: `positions`."""
     order: Array | None = None
     """[B, T]: the place of those tokens among the S."""
+    keep_inputs: bool = struct.field(pytree_node=False, default=False)
+    """Layers return their normed attention inputs too, as rows called `INPUTS`."""
 
     def only(self, last: Array) -> Context:
         """The context of one token of each row, the one at `last` [B]."""
@@ -83,6 +86,8 @@ class Group(nn.Module):
         for j in range(len(attention.segment.layers)):
             weights = self._weights(j, decoding=context.cache is not None)
             y = normalize(self.config, weights, "attention_norm", x)
+            if context.keep_inputs:
+                attention.made.setdefault(INPUTS, []).append(y)
             x = constrain(x + self.dropout(attention.step(weights["attention"], y)), *STREAM)
             y = normalize(self.config, weights, "feed_forward_norm", x)
             x = constrain(x + self.dropout(feed_forward(weights["feed_forward"], y)), *STREAM)
@@ -259,6 +264,15 @@ class Decoder(nn.Module):
             positions = restarting_positions(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
         x, _ = self._run(tokens, Context(positions, segment_ids))
         return self._logits(x)
+
+    def layer_inputs(self, tokens: Array, segment_ids: Array | None = None) -> Array:
+        """What the attention of every layer reads, after the layer's norm: [L, B, T, D], layers as they run.
+
+        From an id outside the vocabulary on it is NaN, as logits are.
+        """
+        positions = restarting_positions(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        x, rows = self._run(tokens, Context(positions, segment_ids, keep_inputs=True))
+        return jnp.where(jnp.isnan(x[..., :1]), jnp.nan, rows[INPUTS])
 
     def extend(self, tokens: Array, cache: Cache, last: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """Logits of new tokens [B, T] that follow the cached ones, and the rows to append.
