@@ -44,10 +44,9 @@ class Arguments:
 def option(arguments: list[str], name: str) -> str | None:
     """The value of an option that is needed before the others can be understood."""
     for i, argument in enumerate(arguments):
-        if argument == name and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith(f"{name}="):
-            return argument.partition("=")[2]
+        given, equals, value = argument.partition("=")
+        if given.replace("_", "-") == name:
+            return value if equals else next(iter(arguments[i + 1:]), None)
     return None
 
 
@@ -55,9 +54,9 @@ def trained_model(path: str | None):
     """What `--init-from` names; None without it."""
     if path is None:
         return None
-    from kvjax.convert.folder import load_model
     from kvjax.training.start import Source
-    return Source(*load_model(path))
+
+    return Source(path)
 
 
 def parse(arguments: list[str], source: ModelConfig | None = None) -> Arguments:
@@ -70,6 +69,8 @@ def parse(arguments: list[str], source: ModelConfig | None = None) -> Arguments:
     parsed = tyro.cli(Arguments, default=default, args=arguments, prog="train.py",
                       description=f"{Arguments.__doc__}\n\nNames:\n{listed_names()}",
                       config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff))
+    require(parsed.config.train.init_from == config.train.init_from,
+            "say --init-from MODEL, and not --train.init-from, to start from a trained model")
     require(parsed.name == name, f"put the configuration's name first: train.py {parsed.name} ...")
     return parsed
 
@@ -80,6 +81,7 @@ def main(arguments: list[str]) -> None:
     processes = (args.coordinator, args.process_id, args.process_count)
     require(args.distributed or processes == (None, None, None),
             "--coordinator, --process-id and --process-count mean something only with --distributed")
+    require(not (args.distributed and source), "--init-from works with one process: without --distributed")
     require(args.dry_run or args.topology is None, "--topology means something only with --dry-run")
     if args.distributed:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -89,6 +91,9 @@ def main(arguments: list[str]) -> None:
             raise ConfigError(f"--distributed: {error}; give --coordinator HOST:PORT, --process-id and "
                               "--process-count where JAX does not know the cluster") from error
     if args.dry_run:
+        if source:
+            from kvjax.convert.uptrain import check_conversion
+            check_conversion(source.model, args.config.model)
         from kvjax.ahead_of_time import report
         print(report(args.config, args.topology))
         return

@@ -11,8 +11,9 @@ from kvjax.config import CheckpointConfig, Config, DataConfig, ModelConfig, Opti
 
 def uptrain(source: ModelConfig, attention: Attention | None = None, sharing: Sharing | None = None) -> Config:
     """A run that starts from a trained model with other attention (None: the source's) or a sharing scheme."""
+    longest = source.context_length if source.positions == "learned" else 256
     model = dataclasses.replace(source, attention=attention or source.attention, sharing=sharing, dropout=0.0,
-                                context_length=min(source.context_length, 256))
+                                context_length=min(source.context_length, longest))
     return Config(
         model=model,
         train=TrainConfig(steps=200, batch_size=16, log_every=10, eval_every=50, eval_batches=10),

@@ -115,7 +115,8 @@ class ModelConfig:
     dtype: str = "bfloat16"
     """Compute type; parameters are always float32."""
     remat: str = "none"
-    """What the backward pass recomputes: none, dots (keeps matrix products) or full (keeps layer inputs only)."""
+    """What the backward pass recomputes: none, dots (keeps matrix products) or full (keeps inputs of layers only, or of
+    groups of layers where they share)."""
 
     def __post_init__(self):
         _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")

@@ -6,6 +6,7 @@ Where the model is that of a trained one with changes, `config` is a function: o
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from kvjax.config import Config, ConfigError, ModelConfig, load_module, require
@@ -50,9 +51,18 @@ def load_config(name_or_path: str, source: ModelConfig | None = None) -> Config:
     if callable(config):
         require(source is not None, f"{name_or_path!r} continues a trained model: give one with --init-from, a run's "
                 "folder or a converted model")
-        config = config(source)
+        config = _made_for(source, config, name_or_path)
     require(isinstance(config, Config), f"{path} holds no `config = Config(...)`")
     return config
+
+
+def _made_for(source: ModelConfig, make: Callable[[ModelConfig], Config], name: str) -> Config:
+    try:
+        return make(source)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a function of the user's raises
+        raise ConfigError(f"{name!r} cannot be made of a model of {source.attention}: {error}") from error
 
 
 def _find(name_or_path: str) -> Path:

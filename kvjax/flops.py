@@ -13,11 +13,9 @@ from kvjax.model.parameters import parameters
 
 def multiplied_weights(config: ModelConfig) -> int:
     """Weights that every token is multiplied with: all matrices, the embedding only where it also makes the logits."""
-    matrices = {jax.tree_util.keystr(path): p for path, p in jax.tree.leaves_with_path(parameters(config))
-                if sum(axis != "layers" for axis in p.axes) >= 2}
-    if not config.tie_embeddings:
-        del matrices["['embedding']"]
-    return sum(prod(p.shape) for p in matrices.values())
+    looked_up = {"position_embedding"} if config.tie_embeddings else {"position_embedding", "embedding"}
+    multiplied = {name: weights for name, weights in parameters(config).items() if name not in looked_up}
+    return sum(prod(p.shape) for p in jax.tree.leaves(multiplied) if p.is_matrix)
 
 
 def keys_seen(length: int, window: int | None) -> float:

@@ -21,6 +21,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": "sequence",
     "embed": "fsdp",
+    "latent": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "feed_forward": "tensor",

@@ -3,15 +3,13 @@
 from dataclasses import dataclass, replace
 
 import invariants
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
 from variants import CASES, model_config
 
 import kvjax
-from kvjax.attention import Component, GroupedQuery, Plan, Segment, Sharing, make_plan
+from kvjax.attention import Component, GroupedQuery, Plan, Segment, Sharing
 from kvjax.attention.components import latest
 
 
@@ -58,48 +56,25 @@ class OneForAll(Sharing):
         return Plan(components, (Segment(1, (names,), names, window), Segment(layers - 1, ((),), names, window)))
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(("sharing", "slots"), [(Pairs(), 3), (OneForAll(), 1)])
-@pytest.mark.parametrize("name", ["gqa", "kpa"])
-def test_layers_that_share_decode_as_they_train(name, sharing, slots, window):
+NAIVE = {
+    Pairs: references.Scheme(lambda turn: turn.make() if turn.number in (0, 1, 3) else turn.used[-1],
+                             lambda scheme, n: [(1, 1), (n - 1, 2)]),
+    OneForAll: references.Scheme(lambda turn: turn.used[0] if turn.number else turn.make(),
+                                 lambda scheme, n: [(1, 1), (n - 1, 1)]),
+}
+
+
+@pytest.mark.parametrize(("name", "sharing", "slots", "window"), [
+    ("gqa", Pairs(), 3, None), ("kpa", Pairs(), 3, 3), ("mla", OneForAll(), 1, 3), ("kpa", OneForAll(), 1, None)])
+def test_layers_that_share_read_what_the_table_says(monkeypatch, name, sharing, slots, window):
+    """Schemes of one's own, against naive loops that are told which layer's states each layer uses."""
     case = CASES[name]
     config = model_config(case.attention, layers=5, sharing=sharing, window=window)
     invariants.check_decoding(config)
-    if window is None:
-        assert kvjax.cache_bytes_per_token(config) == 4 * slots * case.elements
-
-
-@pytest.mark.parametrize(("sharing", "writer"), [(Pairs(), (0, 1, 1, 3, 3)), (OneForAll(), (0, 0, 0, 0, 0))])
-def test_layers_that_share_read_what_the_table_says(sharing, writer):
-    """Against a naive loop that is told which layer's keys and values each layer reads."""
-    config = model_config(CASES["gqa"].attention, layers=5, sharing=sharing)
+    invariants.check_sizes(config, [(slots * case.elements, window)])
+    monkeypatch.setitem(references.SHARING, sharing.variant_name, NAIVE[type(sharing)])
     _, params, tokens, full = invariants.full_pass(config)
-    layers = [jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), params[f"segment_{s}"][f"layer_{j}"])
-              for s, segment in enumerate(make_plan(config).segments)
-              for i in range(segment.repeats) for j in range(len(segment.layers))]
-    np.testing.assert_allclose(full[0], naive_sharing(config, params, layers, writer, tokens[0]), atol=1e-4)
-
-
-def naive_sharing(config, params, layers, writer, tokens):
-    a, positions, visible = config.attention, np.arange(len(tokens)), references.visible_tokens(len(tokens))
-    turn = lambda head: np.stack([references.rotate(head[p], p, config.rope_base) for p in positions])
-    x, made = np.asarray(params["embedding"], np.float64)[np.asarray(tokens)], {}
-    for number, weights in enumerate(layers):
-        h = references.rms_norm(x, weights["attention_norm"], config.norm_eps)
-        w = weights["attention"]
-        if writer[number] == number:
-            made[number] = ([turn(h @ w["k_proj"][:, g]) for g in range(a.kv_heads)],
-                            [h @ w["v_proj"][:, g] for g in range(a.kv_heads)])
-        keys, values = made[writer[number]]
-        queries = [turn(h @ w["q_proj"][:, i]) for i in range(a.heads)]
-        served = [i * a.kv_heads // a.heads for i in range(a.heads)]
-        heads = references.attend(queries, [keys[g] for g in served], [values[g] for g in served], visible,
-                                  a.head_dim**-0.5)
-        x = x + references.project_out(heads, w["o_proj"])
-        x = x + references.feed_forward(weights["feed_forward"],
-                                        references.rms_norm(x, weights["feed_forward_norm"], config.norm_eps))
-    final = references.rms_norm(x, np.asarray(params["final_norm"], np.float64), config.norm_eps)
-    return final @ np.asarray(params["embedding"], np.float64).T
+    np.testing.assert_allclose(full[0], references.logits(config, params, tokens[0]), atol=1e-4)
 
 
 @kvjax.register("test_values_in_two_parts")
@@ -110,12 +85,8 @@ class TwoParts(GroupedQuery):
     def components(self):
         k, v = super().components()
         half = replace(v, features=(self.kv_heads, self.head_dim // 2), axis=-1)
-        return k, replace(half, name="v_low"), replace(half, name="v_high"), replace(k, name="aside", param="aside",
-                                                                                   cached=False)
-
-    def partial(self, layer, path, queries, view):
-        whole = jnp.concatenate([view["v_low"], view["v_high"]], axis=-1)
-        return super().partial(layer, path, queries, view.replace(entries=view.entries | {"v": (whole,)}))
+        aside = replace(k, name="aside", state="aside", param="aside", cached=False)
+        return k, replace(half, name="v_low"), replace(half, name="v_high"), aside
 
 
 def test_a_state_in_two_components_equals_the_whole():

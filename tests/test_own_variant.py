@@ -20,7 +20,7 @@ from kvjax.attention import GroupedQuery
 class Halved(GroupedQuery):
     """Scores at half their size."""
     def queries(self, layer, weights, x, positions):
-        return super().queries(layer, weights, x, positions) / 2
+        return tuple(part / 2 for part in super().queries(layer, weights, x, positions))
 '''
 CONFIG = '''
 from kvjax.config import *

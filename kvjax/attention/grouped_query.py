@@ -13,7 +13,7 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.partials import Partial, attend, feature_parts_values, head_parts_values, joined, parts_scores
-from kvjax.attention.variant import Attention, Layer, Param, View, Weights, project, rms_norm
+from kvjax.attention.variant import Attention, Layer, Param, View, Weights, bias_param, project, rms_norm
 from kvjax.config import register, require
 
 
@@ -54,9 +54,9 @@ class GroupedQuery(Attention):
     def query_shapes(self, layer: Layer) -> dict[str, Param]:
         shapes = {"q_proj": self.projection(layer.width, (self.heads, self.head_dim), ("heads", None))}
         if self.qkv_bias:
-            shapes["q_bias"] = Param((self.heads, self.head_dim), ("heads", None), jax.nn.initializers.zeros)
+            shapes["q_bias"] = bias_param((self.heads, self.head_dim), ("heads", None))
         if self.output_bias:
-            shapes["o_bias"] = Param((layer.width,), (None,), jax.nn.initializers.zeros)
+            shapes["o_bias"] = bias_param((layer.width,), (None,))
         norms = {query_norm(c): Param((c.features[-1],), (None,), jax.nn.initializers.ones)
                  for c in layer.state("k") if self.qk_norm}
         return shapes | norms

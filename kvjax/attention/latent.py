@@ -68,7 +68,7 @@ class Latent(Attention):
     def query_shapes(self, layer: Layer) -> dict[str, Param]:
         """Queries, and what expands the latent: layers that share a latent each expand it their own way."""
         def up(inputs: int, features: int) -> Param:
-            return Param((inputs, self.heads, features), (None, "heads", None), fan_in(inputs))
+            return Param((inputs, self.heads, features), ("latent", "heads", None), fan_in(inputs))
         expansions = {"k_up": up(self.latent_dim, self.nope_dim), "v_up": up(self.latent_dim, self.value_dim)}
         if self.query_latent_dim is None:
             query = self.projection(layer.width, (self.heads, self.score_dim), ("heads", None))
@@ -98,23 +98,38 @@ class Latent(Attention):
         return attend(joined(queries, -1), joined((nope, rope), -1), project(latent, path[-1]["v_up"]), view.mask,
                       self._scale(layer))
 
-    def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, Array], view: View) -> Partial:
-        """Attention in latent space: q k_up against the latent, and v_up after the mean over tokens.
+    def absorb(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, Array]) -> tuple[Array, ...]:
+        """Queries against the parts of the latent, q k_up, and those with rotation."""
+        nope, rope = queries
+        if self._expands(nope.shape[1]):
+            return queries
+        nope = jnp.einsum("bthn,chn->bthc", nope, path[-1]["k_up"])
+        latents = layer.state("latent")
+        ends = [sum(c.size for c in latents[: i + 1]) for i in range(len(latents) - 1)]
+        return (*jnp.split(nope, ends, axis=-1), rope)
 
-        Each query and token cost 2 dc there, and dn + dv once expanded: chunks of many queries expand the latent,
-        one block of the cache at a time.
+    def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
+        """Attention in latent space; the output is a mean of latents [B, T, H, dc]."""
+        if self._expands(queries[-1].shape[1]):
+            return self.partial(layer, path, queries, view)
+        keys = tuple(x[:, :, None] for x in view.parts((*layer.state("latent"), *layer.state("k_rope"))))
+        return attend(queries, keys, keys[:-1], view.mask, self._scale(layer),
+                      scores=parts_scores, combine=feature_parts_values)
+
+    def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
+        """Means of latents times v_up."""
+        if self._expands(part.out.shape[1]):
+            return part
+        out = jnp.einsum("bthc,chv->bthv", part.out, path[-1]["v_up"], preferred_element_type=jnp.float32)
+        return Partial(out, part.lse)
+
+    def _expands(self, queries: int) -> bool:
+        """Whether so many queries are cheaper on expanded blocks of the cache than in latent space.
+
+        Each query and token cost 2 dc in latent space, and dn + dv once the token is expanded.
         """
         dims = self.nope_dim + self.value_dim
-        if queries[0].shape[1] * (2 * self.latent_dim - dims) > self.latent_dim * dims:
-            return self.partial(layer, path, queries, view)
-        latents = layer.state("latent")
-        keys = tuple(x[:, :, None] for x in view.parts((*latents, *layer.state("k_rope"))))
-        nope, rope = queries
-        nope = jnp.einsum("bthn,chn->bthc", nope, path[-1]["k_up"])
-        ends = [sum(c.size for c in latents[: i + 1]) for i in range(len(latents) - 1)]
-        out, lse = attend((*jnp.split(nope, ends, axis=-1), rope), keys, keys[:-1], view.mask, self._scale(layer),
-                          scores=parts_scores, combine=feature_parts_values)
-        return Partial(jnp.einsum("bthc,chv->bthv", out, path[-1]["v_up"].astype(jnp.float32)), lse)
+        return queries * (2 * self.latent_dim - dims) > self.latent_dim * dims
 
     def _scale(self, layer: Layer) -> float:
         return layer.rope.score_factor * self.score_dim**-0.5

@@ -35,6 +35,11 @@ class Partial(NamedTuple):
     """[B, T, H] float32: log of the sum of exponentiated scores. None from cuDNN, where nothing is merged."""
 
 
+def nothing_seen(like: Partial) -> Partial:
+    """The attention of queries that saw no key: the neutral element of `merge`, with the shapes of `like`."""
+    return Partial(jnp.zeros(like.out.shape, jnp.float32), jnp.full(like.lse.shape, MASKED, jnp.float32))
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the keys of both parts (exact)."""
     lse = jnp.logaddexp(a.lse, b.lse)

@@ -60,15 +60,20 @@ class ResidualHeads(GroupedQuery):
         return attend(queries, self._keys(layer, path, view), values, view.mask, self.head_dim**-0.5)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
-        """Rebuilds keys only: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""
+        """Rebuilds keys only; the output is the means of v_alpha and of all v_delta [B, T, H, d + l delta]."""
         values = (view["v_alpha"], *view.entries.get("v_delta", ()))
-        out, lse = attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.head_dim**-0.5,
-                          scores=parts_scores, combine=feature_parts_values)
-        full, *corrections = jnp.split(out, [self.head_dim + i * self.delta for i in range(len(values) - 1)], axis=-1)
-        for expand, correction in zip(_expansions(path, "v"), corrections, strict=True):
+        return attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.head_dim**-0.5,
+                      scores=parts_scores, combine=feature_parts_values)
+
+    def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
+        """Expands the means: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""
+        expansions = _expansions(path, "v")
+        ends = [self.head_dim + i * self.delta for i in range(len(expansions))]
+        full, *corrections = jnp.split(part.out, ends, axis=-1)
+        for expand, correction in zip(expansions, corrections, strict=True):
             grouped = correction.reshape(*correction.shape[:2], self.kv_heads, -1, self.delta)
             full += jnp.einsum("gdr,btghr->btghd", expand.astype(jnp.float32), grouped).reshape(full.shape)
-        return Partial(full, lse)
+        return Partial(full, part.lse)
 
     def _keys(self, layer: Layer, path: tuple[Weights, ...], view: View) -> Array:
         keys = _rebuilt(path, view, "k")

@@ -56,6 +56,7 @@ class Llama3Scaling(RopeScaling):
 
     def __post_init__(self):
         _require_factor(self)
+        _require_context(self)
         require(self.low_frequency_factor < self.high_frequency_factor,
                 f"low_frequency_factor {self.low_frequency_factor} must be below high_frequency_factor "
                 f"{self.high_frequency_factor}")
@@ -88,8 +89,12 @@ class YarnScaling(RopeScaling):
 
     def __post_init__(self):
         _require_factor(self)
+        _require_context(self)
+        require(0 < self.beta_slow < self.beta_fast,
+                f"YarnScaling: beta_slow {self.beta_slow} must be above 0 and below beta_fast {self.beta_fast}")
 
     def frequencies(self, base: float, frequencies: np.ndarray) -> np.ndarray:
+        require(base > 1, f"rope_base is {base}: YarnScaling needs one above 1")
         width = 2 * len(frequencies)
         def pair(turns: float) -> float:
             return width * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -120,6 +125,11 @@ def _require_factor(scaling) -> None:
     require(scaling.factor >= 1, f"{type(scaling).__name__}.factor is {scaling.factor}: it must be 1 or more")
 
 
+def _require_context(scaling) -> None:
+    require(scaling.original_context > 0,
+            f"{type(scaling).__name__}.original_context is {scaling.original_context}: it must be above 0")
+
+
 @dataclass(frozen=True)
 class Rope:
     """How a model rotates queries and keys."""
@@ -132,6 +142,11 @@ class Rope:
     def score_factor(self) -> float:
         """Factor on the scores of latent attention."""
         return 1.0 if self.scaling is None or self.base is None else self.scaling.score_factor
+
+    @property
+    def rotation_factor(self) -> float:
+        """Factor on rotated vectors."""
+        return 1.0 if self.scaling is None or self.base is None else self.scaling.rotation_factor
 
     def frequencies(self, width: int) -> np.ndarray:
         """Angle per position of each pair of `width` features, [width / 2]; without rotation, zeros."""
@@ -153,8 +168,8 @@ class Rope:
         half = x.shape[-1] // 2
         angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(self.frequencies(x.shape[-1]), jnp.float32)
         angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - 3), half)
-        factor = 1.0 if self.scaling is None else self.scaling.rotation_factor
-        turned = _turn(x.astype(jnp.float32), factor * jnp.cos(angles), factor * jnp.sin(angles), interleaved)
+        cos, sin = self.rotation_factor * jnp.cos(angles), self.rotation_factor * jnp.sin(angles)
+        turned = _turn(x.astype(jnp.float32), cos, sin, interleaved)
         return turned.astype(x.dtype)
 
 

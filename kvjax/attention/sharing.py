@@ -49,6 +49,10 @@ def require_multiple(scheme: Sharing, layers: int, group: int) -> None:
 @lru_cache(maxsize=256)
 def make_attention(config: ModelConfig) -> Attention:
     """The attention that the layers of a model run. Raises ConfigError if the sharing scheme cannot work on it."""
+    require(isinstance(config.attention, Attention), f"attention is {config.attention}: choose an attention variant, "
+            "such as GroupedQuery")
+    require(config.sharing is None or isinstance(config.sharing, Sharing),
+            f"sharing is {config.sharing}: choose a sharing scheme, such as SkipV1, or None")
     return config.attention if config.sharing is None else config.sharing.adapt(config.attention)
 
 

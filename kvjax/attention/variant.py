@@ -33,12 +33,24 @@ class Param:
     """Logical axis of each dimension (`kvjax.sharding` maps them to mesh axes)."""
     init: Callable[..., Array]
     """(key, shape, dtype) -> initial value."""
+    bias: bool = False
+    """It is added: no matrix, whatever its shape."""
 
     def stacked(self, layers: int) -> Param:
         """The same weight for each of `layers` scanned layers, with a leading axis; each is initialised on its own."""
         def init(key, shape, dtype=jnp.float32):
             return jax.vmap(lambda k: self.init(k, self.shape, dtype))(jax.random.split(key, shape[0]))
-        return Param((layers, *self.shape), ("layers", *self.axes), init)
+        return Param((layers, *self.shape), ("layers", *self.axes), init, self.bias)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two axes or more and is no bias: the leading axis of scanned layers does not count."""
+        return not self.bias and sum(axis != "layers" for axis in self.axes) >= 2
+
+
+def bias_param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Param:
+    """Declares a bias, zero at first."""
+    return Param(shape, axes, jax.nn.initializers.zeros, bias=True)
 
 
 @dataclass(frozen=True)
@@ -130,9 +142,20 @@ class Attention(Variant):
         """Attention of the queries to a view; `path` holds the weights of the group's layers up to this one."""
         raise NotImplementedError
 
+    def absorb(self, layer: Layer, path: tuple[Weights, ...], queries: Any) -> Any:
+        """The queries in the form that `absorbed` takes: made once, before the blocks of a cache are read."""
+        return queries
+
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Any, view: View) -> Partial:
-        """`partial` for a view of the cache, equal to it, but working on the cached components as they are."""
+        """Attention to a block of the cache, on the cached components as they are.
+
+        `release(absorbed(absorb(queries), view))` equals `partial(queries, view)`.
+        """
         return self.partial(layer, path, queries, view)
+
+    def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
+        """What `absorbed` found in all blocks, merged, as outputs of heads [B, T, H, value width]: done once."""
+        return part
 
     def projection_init(self, shape: tuple[int, ...]) -> Callable[..., Array]:
         """Initial values of an input projection [D, *features]."""
@@ -158,7 +181,7 @@ class Attention(Variant):
             axes = tuple("kv_heads" if i == parts[0].head_axis and n > 1 else None for i, n in enumerate(features))
             shapes[name] = self.projection(layer.width, tuple(features), axes)
             if parts[0].bias:
-                shapes[parts[0].bias] = Param(tuple(features), axes, jax.nn.initializers.zeros)
+                shapes[parts[0].bias] = bias_param(tuple(features), axes)
             if parts[0].norm:
                 shapes[parts[0].norm] = Param((features[-1],), (None,), jax.nn.initializers.ones)
         return shapes
@@ -173,7 +196,7 @@ class Attention(Variant):
         for name, parts in _by_param(layer.writes).items():
             y = project(x, weights[name])
             if parts[0].bias:
-                y = y + weights[parts[0].bias]
+                y = y + weights[parts[0].bias].astype(y.dtype)
             if parts[0].norm:
                 y = rms_norm(y, weights[parts[0].norm], layer.norm_eps)
             if parts[0].rotate:

@@ -28,6 +28,8 @@ class Yoco(Sharing):
 
     def plan(self, components: tuple[Component, ...], layers: int, window: int | None) -> Plan:
         require_multiple(self, layers, 2)
+        require(window is None or self.window <= window,
+                f"Yoco.window {self.window} exceeds the model's window {window}: lower it")
         near = tuple(dataclasses.replace(c, name=f"{c.name}_window", window=self.window) for c in components)
         lower, upper = names_of(near), names_of(components)
         return Plan((*near, *components), (

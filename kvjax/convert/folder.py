@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
-from kvjax.config import ConfigError, ModelConfig, load, require, save
+from kvjax.config import Config, ConfigError, ModelConfig, load, require, save
+from kvjax.convert.architectures import read_config
 from kvjax.convert.checks import check_params, prepare_folder
 from kvjax.convert.huggingface import from_huggingface
 from kvjax.convert.settings import CONFIG, read_settings
@@ -63,9 +64,29 @@ def load_model(source: Path | str) -> Model:
     if {"model", "train"} <= keys:
         config, params, _ = restore_params(source)
         return config.model, params, _tokenizer(source / TOKENIZER)
-    require("attention" in keys, f"{source / CONFIG} is no model's: it has neither model_type (Hugging Face) nor model "
-                                 "and train (a run) nor attention (a converted model)")
+    require("attention" in keys, _no_model(source))
     return _load_converted(source)
+
+
+def load_model_config(source: Path | str) -> ModelConfig:
+    """The configuration of `load_model`, without reading weights. Raises what that raises for it."""
+    source = Path(source)
+    if source.suffix == ".gguf":
+        from kvjax.convert.gguf import config_of_gguf
+        return config_of_gguf(source)
+    settings = read_settings(source)
+    keys = settings.values.keys()
+    if "model_type" in keys:
+        return read_config(settings)[1]
+    if {"model", "train"} <= keys:
+        return load(Config, source / CONFIG).model
+    require("attention" in keys, _no_model(source))
+    return load(ModelConfig, source / CONFIG)
+
+
+def _no_model(source: Path) -> str:
+    return (f"{source / CONFIG} is no model's: it has neither model_type (Hugging Face) nor model and train (a run) "
+            "nor attention (a converted model)")
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

@@ -70,18 +70,29 @@ def from_gguf(path: Path | str) -> tuple[ModelConfig, dict[str, Any], SubwordTok
         ConfigError: the file is no GGUF file or a part of one, its architecture, a setting, a tensor's type or the
             tokenizer is not known, or tensors are missing, unknown or misshapen: all of them are listed.
     """
-    gguf, path = _package(), Path(path)
+    gguf, values, tensors = _open(Path(path))
+    config = _read_config(values, set(tensors))
+    tokenizer = _read_tokenizer(values, str(path))
+    check_vocabulary(tokenizer, config.vocab_size)
+    return config, _read_params(gguf, config, tensors), tokenizer
+
+
+def config_of_gguf(path: Path | str) -> ModelConfig:
+    """The configuration of `from_gguf`, without the weights. Raises what that raises for it."""
+    _, values, tensors = _open(Path(path))
+    return _read_config(values, set(tensors))
+
+
+def _open(path: Path) -> tuple[ModuleType, Values, dict[str, Any]]:
+    """The package, the file's settings, and its tensors as they lie in it."""
+    gguf = _package()
     require(path.is_file(), f"{path} is not a file: give the path of a .gguf file")
     try:
         reader = gguf.GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the package raises whatever its parsing meets
         raise ConfigError(f"{path} is not a GGUF file that can be read: {error!r}") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _read_config(values, set(tensors))
-    tokenizer = _read_tokenizer(values, str(path))
-    check_vocabulary(tokenizer, config.vocab_size)
-    return config, _read_params(gguf, config, tensors), tokenizer
+    return gguf, values, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _package() -> ModuleType:

@@ -1,4 +1,5 @@
-"""What a model's cache holds, and what a decode step reads of it: measured on an allocated cache.
+"""What a model's cache holds, and what a decode step reads of it: measured on the cache that
+`init_cache` makes.
 
 Held and read are two things: layers that share entries hold them once and each read them; a layer of a KVPath-Residual
 path reads the corrections of all layers before it. What is held limits batch and context, what is read takes time.
@@ -8,14 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import jax
 from rich.table import Table
 
 from kvjax.attention.sharing import make_plan
 from kvjax.cache import Stored, cache_bytes_per_token, contents, init_cache
-from kvjax.config import Config, ModelConfig, load
+from kvjax.config import ModelConfig
 from kvjax.config_files import load_config
+from kvjax.convert.folder import load_model_config
 from kvjax.quantisation import scale_component, storage_type
 
 
@@ -69,7 +73,7 @@ class CacheReport:
 
 
 def report(config: ModelConfig, length: int | None = None, dtype: str | None = None) -> CacheReport:
-    """Allocates a cache for one sequence and measures it.
+    """Measures the cache that `init_cache` makes for one sequence, without allocating it.
 
     Args:
       config: the model.
@@ -80,12 +84,13 @@ def report(config: ModelConfig, length: int | None = None, dtype: str | None = N
       ConfigError: a length below 1, or a type that a cache cannot be of.
     """
     dtype = storage_type(config.dtype if dtype is None else dtype)
-    cache = init_cache(config, 1, config.context_length if length is None else length, dtype)
+    length = config.context_length if length is None else length
+    cache = jax.eval_shape(partial(init_cache, config, 1, length, dtype))  # what it would be: nothing is allocated
     reads = entries_read(config)
 
     def row(stored: Stored) -> ComponentRow:
         name = stored.component.name
-        held = cache.components[name].nbytes / cache.capacity
+        held = cache.components[name].size * stored.dtype.itemsize / cache.capacity
         return ComponentRow(name, stored.component.features, stored.slots, held, reads[name])
 
     rows = tuple(map(row, contents(config, dtype)))
@@ -104,12 +109,14 @@ def entries_read(config: ModelConfig) -> Counter[str]:
 
 
 def find_model(name_or_folder: str | Path) -> ModelConfig:
-    """The model of a run's folder, or of a configuration by name or path.
+    """The model of a run, of any other trained model (`kvjax.convert.folder`), or of a configuration by name or path.
 
     Raises ConfigError if it is neither, or does not load.
     """
-    saved = Path(name_or_folder) / "config.json"
-    return (load(Config, saved) if saved.is_file() else load_config(str(name_or_folder))).model
+    path = Path(name_or_folder)
+    if path.is_dir() or path.suffix == ".gguf":
+        return load_model_config(path)
+    return load_config(str(name_or_folder)).model
 
 
 def table(result: CacheReport) -> Table:

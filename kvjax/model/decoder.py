@@ -16,7 +16,7 @@ from jax import Array
 
 from kvjax.attention.components import Segment, latest
 from kvjax.attention.masks import Mask, own_tokens
-from kvjax.attention.partials import Partial, merge
+from kvjax.attention.partials import Partial, merge, nothing_seen
 from kvjax.attention.sharing import make_attention, make_plan
 from kvjax.attention.variant import Param, View, rms_norm
 from kvjax.cache import Cache
@@ -96,7 +96,7 @@ class Group(nn.Module):
     def _weights(self, index: int, decoding: bool) -> dict[str, Any]:
         name = f"layer_{index}"
         table = group_table(self.config, self.segment)[name]
-        weights = jax.tree.map(partial(computed, self.config), Weights(table, name=name)(), table)
+        weights = jax.tree.map(partial(computed, self.config.dtype), Weights(table, name=name)(), table)
         return jax.tree.map(in_place, weights, table) if decoding else weights
 
     def dropout(self, x: Array) -> Array:
@@ -113,7 +113,9 @@ class Source(nn.Module):
     def __call__(self, x: Array, context: Context) -> dict[str, Array]:
         """{name: [1, B, T, ...]} of the stream [B, T, D]."""
         table = source_table(self.config, self.segment)["source"]
-        weights = jax.tree.map(partial(computed, self.config), Weights(table, name="source")(), table)
+        weights = jax.tree.map(partial(computed, self.config.dtype), Weights(table, name="source")(), table)
+        if context.cache is not None:
+            weights = jax.tree.map(in_place, weights, table)
         layer = layer_spec(self.config, self.segment, 0)
         x = normalize(self.config, weights, "norm", x)
         rows = make_attention(self.config).rows(layer, weights, x, context.positions, {})
@@ -126,7 +128,8 @@ class GroupAttention:
     def __init__(self, config: ModelConfig, segment: int, index: Array, context: Context, handed: dict):
         self.config, self.plan, self.variant = config, make_plan(config), make_attention(config)
         self.number, self.segment = segment, self.plan.segments[segment]
-        self.index, self.context, self.handed = index, context, handed
+        self.index, self.context = index, context
+        self.handed = {name: row.astype(config.dtype) for name, row in handed.items()}
         self.made: dict[str, list[Array]] = {}
         self.path: tuple[dict, ...] = ()
 
@@ -157,15 +160,17 @@ class GroupAttention:
         variant, positions = self.variant, self.context.positions
         past = self.context.cache.past(next(c.name for c in layer.reads if c.cached))
         slots = {c.name: self._slots(c.name) for c in layer.reads if c.cached}
+        queries = variant.absorb(layer, self.path, queries)
 
-        def attend_block(block, result):
+        def attend_block(block):
             view = past.view(block, slots, positions, self.segment.window, self.config.dtype)
-            return merge(result, variant.absorbed(layer, self.path, queries, view))
+            return variant.absorbed(layer, self.path, queries, view)
 
-        def step(block, result):
+        def step(block, found):
             # A conditional, not a shorter loop: loops of unknown length have no gradient.
-            return jax.lax.cond(past.holds(block), attend_block, lambda _, r: r, block, result)
-        return jax.lax.fori_loop(0, past.blocks, step, result)
+            return jax.lax.cond(past.holds(block), lambda b, f: merge(f, attend_block(b)), lambda _, f: f, block, found)
+        found = jax.lax.fori_loop(0, past.blocks, step, nothing_seen(jax.eval_shape(attend_block, 0)))
+        return merge(result, variant.release(layer, self.path, found))
 
     def _slots(self, name: str) -> tuple:
         """The slots of the cache that the layer reads: the routing rule on slot numbers."""
@@ -184,9 +189,9 @@ def in_place(weight: Array, param: Param) -> Array:
     return pin_layout(weight, *param.axes) if rows % 8 == 0 and lanes and lanes % 128 == 0 else weight
 
 
-def computed(config: ModelConfig, weight: Array, param: Param) -> Array:
+def computed(dtype, weight: Array, param: Param) -> Array:
     """Matrices in the compute type; the scales of norms stay as exact as they are trained."""
-    return weight.astype(config.dtype) if len(param.axes) > 1 else weight
+    return weight.astype(dtype) if len(param.axes) > 1 else weight
 
 
 def normalize(config: ModelConfig, weights: dict[str, Array], name: str, x: Array) -> Array:
@@ -312,7 +317,8 @@ class Decoder(nn.Module):
         """The stream after a segment, and the rows that it made, {name: [slots, B, T, ...]}."""
         if segment.source:
             return x, self.segments[number](x, context)
-        handed = {name: rows[name][-1][-1] for name in segment.needs if name in rows}
+        # Float32, because gradients of what many layers read would add up in the compute type.
+        handed = {name: rows[name][-1][-1].astype(jnp.float32) for name in segment.needs if name in rows}
         x, new = self.segments[number](x, jnp.arange(segment.repeats), context, handed)
         return x, {name: made.reshape(-1, *made.shape[2:]) for name, made in new.items()}
 
@@ -354,7 +360,7 @@ class AttentionGroup(nn.Module):
         total = jnp.zeros_like(x)
         for j in range(len(attention.segment.layers)):
             table = group_table(self.config, self.segment)[f"layer_{j}"]["attention"]
-            weights = jax.tree.map(lambda w: w.astype(x.dtype), Weights(table, name=f"layer_{j}")())
+            weights = jax.tree.map(partial(computed, x.dtype), Weights(table, name=f"layer_{j}")(), table)
             total = total + attention.step(weights, x + total)
         return total
 

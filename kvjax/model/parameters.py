@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.components import Segment
-from kvjax.attention.rotary import Rope
+from kvjax.attention.rotary import Rope, RopeScaling
 from kvjax.attention.sharing import make_attention, make_plan
-from kvjax.attention.variant import Layer, Param, fan_in
-from kvjax.config import ModelConfig
+from kvjax.attention.variant import Layer, Param, bias_param, fan_in
+from kvjax.config import ModelConfig, require
 
 Table = dict[str, "Param | Table"]
 Shapes = dict[str, tuple[int, ...]]
@@ -22,6 +22,8 @@ def layer_spec(config: ModelConfig, segment: int, index: int) -> Layer:
     """What layer `index` of each group of a segment is told."""
     plan = make_plan(config)
     part = plan.segments[segment]
+    require(config.rope_scaling is None or isinstance(config.rope_scaling, RopeScaling),
+            f"rope_scaling is {config.rope_scaling}: choose LinearScaling, Llama3Scaling or YarnScaling")
     rope = Rope(config.rope_base if config.positions == "rotary" else None, config.rope_scaling)
     return Layer(config.width, plan.select(part.layers[index]), plan.select(part.reads), rope, config.norm_eps,
                  config.output_init)
@@ -30,7 +32,7 @@ def layer_spec(config: ModelConfig, segment: int, index: int) -> Layer:
 def norm_table(config: ModelConfig, name: str) -> Table:
     """RMSNorm or LayerNorm of the stream: a scale, and the latter's bias."""
     scale = {name: Param((config.width,), (None,), jax.nn.initializers.ones)}
-    bias = {f"{name}_bias": Param((config.width,), (None,), jax.nn.initializers.zeros)}
+    bias = {f"{name}_bias": bias_param((config.width,), (None,))}
     return scale | bias if config.norm == "layer" else scale
 
 
@@ -46,8 +48,7 @@ def feed_forward_table(config: ModelConfig) -> Table:
     if not config.feed_forward_bias:
         return table
     sizes = {"gate": (hidden, "feed_forward"), "up": (hidden, "feed_forward"), "down": (width, None)}
-    return table | {f"{name}_bias": Param((sizes[name][0],), (sizes[name][1],), jax.nn.initializers.zeros)
-                    for name in table}
+    return table | {f"{name}_bias": bias_param((sizes[name][0],), (sizes[name][1],)) for name in table}
 
 
 def layer_table(config: ModelConfig, segment: int, index: int) -> Table:

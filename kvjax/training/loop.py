@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from kvjax.config import Config
+from kvjax.config import Config, require
 from kvjax.data.pipeline import TrainingIterator, training_iterator, validation_batches, validation_bytes
 from kvjax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, make_tokenizer
 from kvjax.evaluation.perplexity import evaluate
@@ -72,9 +73,11 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     Raises ConfigError on settings that can't work, and Diverged when loss or gradient are no longer finite; such a
       state is never saved.
     """
+    require((source is None) == (config.train.init_from is None), f"train.init_from is {config.train.init_from!r}: it "
+            "goes with the trained model itself, train.py --init-from MODEL or train(..., source=Source(MODEL))")
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        run = open_run(config, Path(run_dir), overwrite, devices, source and source.tokenizer)
+        run = open_run(config, Path(run_dir), overwrite, devices, source)
         stack.enter_context(run_folder.locked(run.folder))
         stack.enter_context(jax.set_mesh(run.mesh))
         stack.enter_context(closing(run.data))
@@ -103,14 +106,14 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
 
 def initial_state(run: Run, source: start.Source | None, display: Display) -> TrainState:
     """A new state: of random weights, or of a trained model's, whose conversion is reported."""
-    state = init_state(run.model, run.optimizer, run.config, run.mesh)
     if source is None:
-        return state
+        return init_state(run.model, run.optimizer, run.config, run.mesh)
     converted = start.convert_source(source, run.config, run.tokenizer, run.mesh)
     display.say(start.table(converted))
     if jax.process_index() == 0:
         start.write_report(converted, run.folder)
-    return state.replace(params=converted.params)
+    source.release()
+    return init_state(run.model, run.optimizer, run.config, run.mesh, converted.params)
 
 
 def periodic(run: Run, checkpoints: Checkpoints, display: Display, files: MetricsFiles, first: int) -> list[Hook]:
@@ -131,13 +134,15 @@ def periodic(run: Run, checkpoints: Checkpoints, display: Display, files: Metric
 
 
 def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Sequence[jax.Device] | None = None,
-             tokenizer: Tokenizer | None = None) -> Run:
+             source: start.Source | None = None) -> Run:
     """Checks a configuration, reads its data, builds what a run needs, and only then opens or resumes the folder.
 
-    The tokenizer is that of the folder, else the given one, else the configuration's.
+    The tokenizer is that of the folder, else the trained model's that the run starts from, else the configuration's.
     """
     mesh = make_mesh(config.mesh, devices)
     check(config, mesh)
+    if source is not None:
+        start.check_source(source, config, mesh)
     model, optimizer = build_model(config.model), make_optimizer(config)
     resuming = run_folder.resumes(config, folder, overwrite)
 
@@ -151,7 +156,8 @@ def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Seq
     # The first process makes the tokenizer, and opens the folder when all have looked at it; the others read it there.
     saved, run = folder / run_folder.TOKENIZER, None
     if jax.process_index() == 0:
-        run = build(load_tokenizer(saved) if resuming else tokenizer or make_tokenizer(config.data))
+        new = partial(make_tokenizer, config.data) if source is None else lambda: source.tokenizer
+        run = build(load_tokenizer(saved) if resuming else new())
     run_folder.wait_for_all("checked")
     if run:
         run_folder.open_folder(config, run.tokenizer, folder, overwrite)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from kvjax.attention import Param
 from kvjax.config import Config, ModelConfig, OptimizerConfig, require
 from kvjax.model import parameters
 
@@ -40,11 +39,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def decay_mask(config: ModelConfig) -> Any:
     """Tree like the parameters: True where weight decay applies, that is for matrices.
 
-    The leading axis of scanned layers doesn't make a matrix of a vector.
+    Biases are not decayed, whatever their shape.
     """
-    def is_matrix(param: Param) -> bool:
-        return len([axis for axis in param.axes if axis != "layers"]) >= 2
-    return jax.tree.map(is_matrix, parameters(config))
+    return jax.tree.map(lambda param: param.is_matrix, parameters(config))
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,56 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
-from kvjax.config import Config, ModelConfig
-from kvjax.convert.uptrain import Conversion, convert, needs_text
+from kvjax.config import Config, ModelConfig, require
+from kvjax.convert.folder import load_model, load_model_config
+from kvjax.convert.uptrain import Conversion, check_conversion, convert, needs_text
 from kvjax.convert.uptrain.calibration import calibrate
 from kvjax.data.pipeline import training_iterator, validation_batches
 from kvjax.data.tokenizers import Tokenizer
 from kvjax.evaluation.perplexity import evaluate
 from kvjax.model import build_model
-from kvjax.model.placement import parameter_shardings
+from kvjax.model.placement import check, parameter_shardings
 from kvjax.training.run_folder import CONVERSION
 
 CALIBRATION_TOKENS = 16_384
 
 
-@dataclass(frozen=True)
 class Source:
-    """A trained model that a run starts from."""
+    """A trained model that a run starts from. Its weights are read when they are needed, and let go after that."""
 
-    model: ModelConfig
-    params: dict[str, Any]
-    tokenizer: Tokenizer | None
+    def __init__(self, path: Path | str):
+        """Reads the configuration only. Raises ConfigError if `path` is no model that `load_model` reads."""
+        self.path, self.model = Path(path), load_model_config(path)
+
+    @cached_property
+    def _loaded(self) -> tuple[dict[str, Any], Tokenizer | None]:
+        _, params, tokenizer = load_model(self.path)
+        return jax.device_get(params), tokenizer
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The weights, in the host's memory."""
+        return self._loaded[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError if the model brings none: text of another tokenizer would mean nothing to it."""
+        tokenizer = self._loaded[1]
+        require(tokenizer is not None, f"{self.path} brings no tokenizer: put its tokenizer.json beside the weights")
+        return tokenizer
+
+    def release(self) -> None:
+        """Lets go of the weights."""
+        self.__dict__.pop("_loaded", None)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A converted model, placed on the run's mesh, and the validation loss before and after the conversion."""
+    """A converted model, and the validation loss before and after the conversion."""
 
     conversion: Conversion
     params: Any
+    """Its weights, placed on the run's mesh."""
     source_loss: float
     converted_loss: float
 
@@ -50,17 +73,26 @@ def convert_source(source: Source, config: Config, tokenizer: Tokenizer, mesh: M
 
     Raises ConfigError if there is no such conversion.
     """
+    placed = jax.device_put(source.params, parameter_shardings(source.model, mesh))
+    before = dataclasses.replace(source.model, dtype=config.model.dtype)
+    source_loss = _loss(before, placed, config, tokenizer, mesh)
     calibration = None
     if needs_text(config.model):
         rows = config.train.batch_size // config.train.accumulation
         with closing(training_iterator(config.data, tokenizer, rows, config.model.context_length,
                                        config.train.seed)) as batches:
-            calibration = calibrate(source.model, source.params, batches, CALIBRATION_TOKENS)
+            calibration = calibrate(source.model, placed, batches, CALIBRATION_TOKENS)
+    del placed
     conversion = convert(source.model, source.params, config.model, calibration)
-    params = jax.device_put(conversion.params, parameter_shardings(config.model, mesh))
-    before = dataclasses.replace(source.model, dtype=config.model.dtype)
-    return Start(conversion, params, _loss(before, source.params, config, tokenizer, mesh),
-                 _loss(config.model, params, config, tokenizer, mesh))
+    params = jax.device_put(jax.device_get(conversion.params), parameter_shardings(config.model, mesh))
+    return Start(conversion, params, source_loss, _loss(config.model, params, config, tokenizer, mesh))
+
+
+def check_source(source: Source, config: Config, mesh: Mesh) -> None:
+    """Raises ConfigError if the source cannot become the run's model, or does not split over the mesh."""
+    check_conversion(source.model, config.model)
+    check(dataclasses.replace(config, model=dataclasses.replace(config.model, attention=source.model.attention,
+                                                                sharing=None)), mesh)
 
 
 def _loss(model: ModelConfig, params: Any, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> float:

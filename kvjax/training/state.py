@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,9 +29,11 @@ class TrainState:
     """Typed PRNG key of the run; each step folds its number in."""
 
 
-def _initial(model: nn.Module, optimizer: optax.GradientTransformation, config: Config) -> TrainState:
+def _initial(model: nn.Module, optimizer: optax.GradientTransformation, config: Config,
+             params: Any = None) -> TrainState:
     init_key, key = jax.random.split(jax.random.key(config.train.seed))
-    params = model.init(init_key, jnp.zeros((1, config.model.context_length), jnp.int32))["params"]
+    if params is None:
+        params = model.init(init_key, jnp.zeros((1, config.model.context_length), jnp.int32))["params"]
     return TrainState(jnp.int32(0), params, optimizer.init(params), key)
 
 
@@ -50,8 +53,13 @@ def shardings_of(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x.sharding, state)
 
 
-def init_state(model: nn.Module, optimizer: optax.GradientTransformation, config: Config, mesh: Mesh) -> TrainState:
-    """A new state, each array made directly on the devices that hold it."""
+def init_state(model: nn.Module, optimizer: optax.GradientTransformation, config: Config, mesh: Mesh,
+               params: Any = None) -> TrainState:
+    """A new state, each array made directly on the devices that hold it.
+
+    `params`: weights on the mesh to start from, which are given up to the state; None: random ones.
+    """
     shardings = shardings_of(abstract_state(model, optimizer, config, mesh))
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: _initial(model, optimizer, config), out_shardings=shardings)()
+        make = partial(_initial, model, optimizer, config)
+        return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)

@@ -212,8 +212,8 @@ def test_narrow_rotations_take_the_source_pairs_of_their_frequencies():
     (model(GQA, CrossLayer(2)), model(GQA, SkipV1()), "start from multi-head or grouped-query"),
     (model(GQA), model(dataclasses.replace(GQA, kv_heads=4)), "2 key-value heads cannot be pooled to 4"),
     (model(GQA), model(dataclasses.replace(GQA, head_dim=4)), "attention.head_dim"),
-    (model(GQA), model(GQA, SkipV1(0.75)), "share of 0.5"),
-    (model(dataclasses.replace(GQA, kv_heads=1)), model(dataclasses.replace(GQA, kv_heads=1), SkipV1()), "even number"),
+    (model(dataclasses.replace(GQA, kv_heads=4)), model(dataclasses.replace(GQA, kv_heads=4), SkipV1(0.75)), "of 0.5"),
+    (model(dataclasses.replace(GQA, kv_heads=1)), model(dataclasses.replace(GQA, kv_heads=1), SkipV1()), "the 1 of v"),
     (model(GQA), model(GQA, CrossLayer(2)), "give a calibration"),
 ])
 def test_conversions_that_are_not_there_say_why(source, target, words):

@@ -117,8 +117,8 @@ def test_another_architecture_is_refused_with_the_list_of_weights(tmp_path, buil
     with Checkpoints(tmp_path, KEEP) as checkpoints, pytest.raises(ConfigError) as caught:
         checkpoints.restore(abstract, numbers())
     message = str(caught.value)
-    assert "missing: params/unembedding (32, 256)" in message
-    assert "misshapen: params/segment_0/layer_0/feed_forward/gate is (2, 32, 48), should be (1, 32, 48)" in message
+    assert "missing: params/unembedding [32, 256]" in message
+    assert "misshapen: params/segment_0/layer_0/feed_forward/gate is [2, 32, 48], should be [1, 32, 48]" in message
     assert "opt_state" not in message
 
     save(changed(config, model=dict(tie_embeddings=False)), tmp_path / "config.json")

@@ -127,7 +127,8 @@ def test_configurations_that_do_not_exist(tmp_path, monkeypatch):
 def test_a_configuration_for_accelerators_needs_leave_to_run_on_the_cpu(
         script, config_file, config, changed, tmp_path, monkeypatch):
     runs = []
-    monkeypatch.setattr("kvjax.training.loop.train", lambda config, folder, overwrite: runs.append((folder, overwrite)))
+    monkeypatch.setattr("kvjax.training.loop.train",
+                        lambda config, folder, overwrite, source: runs.append((folder, overwrite)))
     path = config_file(changed(config, train=dict(accelerator=True)))
     with pytest.raises(ConfigError, match="meant for a TPU or GPU.*--allow-cpu"):
         script.main([path])

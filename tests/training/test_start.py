@@ -1,6 +1,7 @@
 """Runs that start from trained models."""
 
 import dataclasses
+import importlib
 import json
 
 import chex
@@ -8,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.attention import CrossLayer, SkipV1
-from kvjax.config import ConfigError
-from kvjax.convert.folder import load_model
+from kvjax.attention import CrossLayer, Kronecker, SkipV1
+from kvjax.config import ConfigError, ModelConfig
+from kvjax.convert.folder import load_model, save_model
 from kvjax.evaluation import run as evaluation
+from kvjax.model import parameters
 from kvjax.model.layers import unstack_layers
 from kvjax.training.loop import train
 from kvjax.training.start import Source
@@ -36,22 +38,23 @@ def uptrained(config, folder, sharing, **train_settings):
     return dataclasses.replace(config, model=model, train=settings, optimizer=schedule)
 
 
-def test_a_run_starts_from_a_converted_model_and_says_what_that_cost(base, tmp_path, one_device, capsys):
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_run_starts_from_a_converted_model_and_says_what_that_cost(base, tmp_path, count, capsys):
     config, folder = base
-    source = Source(*load_model(folder))
+    source, devices = Source(folder), jax.devices()[:count]
     target = uptrained(config, folder, SkipV1(), steps=4)
-    state = train(target, tmp_path / "run", devices=one_device, source=source, stop_after=1)
+    state = train(target, tmp_path / "run", devices=devices, source=source, stop_after=1)
     told = json.loads((tmp_path / "run" / "conversion.json").read_text())
     assert f"source {told['source_loss']:.4f}, converted {told['converted_loss']:.4f}" in capsys.readouterr().out
     measured = evaluation.validation_loss(evaluation.restore(folder), config.train.eval_batches)["loss"]
     assert told["source_loss"] == pytest.approx(measured, abs=1e-5)
     assert told["converted_loss"] > told["source_loss"] and told["fits"] == [] and told["surviving_pairs"] is None
     # One small step away from the source's first layer, not from random weights.
-    before = unstack_layers(config.model, source.params)[1][0]
+    before = unstack_layers(config.model, load_model(folder)[1])[1][0]
     after = unstack_layers(target.model, jax.device_get(state.params))[1][0]
     step = target.optimizer.peak_lr * 2
     chex.assert_trees_all_close(after, jax.tree.map(np.asarray, before), atol=step)
-    again = train(target, tmp_path / "run", devices=one_device, source=source)
+    again = train(target, tmp_path / "run", devices=devices, source=source)
     assert int(again.step) == 4, "the same command resumes, and converts nothing"
     assert evaluation.restore(tmp_path / "run").config == target
 
@@ -60,7 +63,7 @@ def test_conversions_by_regression_read_the_text_of_the_run(base, tmp_path, one_
     monkeypatch.setattr("kvjax.training.start.CALIBRATION_TOKENS", 1024)
     config, folder = base
     target = uptrained(config, folder, CrossLayer(2), steps=1)
-    train(target, tmp_path / "run", devices=one_device, source=Source(*load_model(folder)))
+    train(target, tmp_path / "run", devices=one_device, source=Source(folder))
     told = json.loads((tmp_path / "run" / "conversion.json").read_text())
     assert [(fit["layer"], fit["state"]) for fit in told["fits"]] == [(0, "k"), (0, "v"), (1, "k"), (1, "v")]
     assert all(fit["r_squared"] < 1 for fit in told["fits"])
@@ -68,9 +71,59 @@ def test_conversions_by_regression_read_the_text_of_the_run(base, tmp_path, one_
 
 def test_another_source_is_another_run(base, tmp_path, one_device):
     config, folder = base
-    source = Source(*load_model(folder))
+    source = Source(folder)
     target = uptrained(config, folder, SkipV1(), steps=1)
     train(target, tmp_path / "run", devices=one_device, source=source)
     other = dataclasses.replace(target, train=dataclasses.replace(target.train, init_from="elsewhere"))
     with pytest.raises(ConfigError, match="train.init_from"):
         train(other, tmp_path / "run", devices=one_device, source=source)
+
+
+def test_what_cannot_start_is_refused_before_the_folder_is_made(base, tmp_path, one_device):
+    config, folder = base
+    bare = tmp_path / "bare"
+    save_model(bare, *load_model(folder)[:2])
+    wide = dataclasses.replace(config.model, width=64)
+    cases = [
+        (uptrained(config, folder, SkipV1(), steps=1), None, "goes with the trained model itself"),
+        (config, Source(folder), "goes with the trained model itself"),
+        (uptrained(config, folder, SkipV1(0.25), steps=1), Source(folder), "0.25 of the 2 of v"),
+        (uptrained(dataclasses.replace(config, model=wide), folder, SkipV1(), steps=1), Source(folder), "model.width"),
+        (uptrained(config, bare, SkipV1(), steps=1), Source(bare), "brings no tokenizer"),
+    ]
+    for target, source, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            train(target, tmp_path / "run", devices=one_device, source=source)
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_source_may_be_used_again(base, tmp_path, one_device):
+    config, folder = base
+    source = Source(folder)
+    target = uptrained(config, folder, SkipV1(), steps=1)
+    first, second = (train(target, tmp_path / name, devices=one_device, source=source) for name in ("a", "b"))
+    chex.assert_trees_all_equal(first.params, second.params)
+
+
+def test_the_command_line_starts_from_a_run(base, tmp_path, monkeypatch, capsys):
+    config, folder = base
+    command = importlib.import_module("train")
+    monkeypatch.chdir(tmp_path)
+    settings = ["--train.steps", "1", "--optimizer.warmup-steps", "0", "--data.source", config.data.source,
+                "--train.sample-tokens", "0", "--train.batch-size", "8"]
+    command.main(["mqa_uptrain", "--init_from", str(folder), *settings])
+    restored = evaluation.restore(tmp_path / "runs" / "mqa_uptrain")
+    assert restored.config.train.init_from == str(folder) and restored.config.model.attention.kv_heads == 1
+    assert "converted" in capsys.readouterr().out
+    for wrong, words in ((["mqa_uptrain"], "continues a trained model"), (["quickstart", "--train.init-from", "x"],
+                                                                          "say --init-from MODEL")):
+        with pytest.raises(ConfigError, match=words):
+            command.main(wrong)
+    with pytest.raises(ConfigError, match="cannot be made of a model"):
+        save_model(tmp_path / "kpa", *kpa_model())
+        command.main(["mqa_uptrain", "--init-from", str(tmp_path / "kpa")])
+
+
+def kpa_model():
+    model = ModelConfig(Kronecker(2, 2, 2, 4), vocab_size=256, layers=1, width=16, feed_forward_width=16)
+    return model, jax.tree.map(lambda p: np.zeros(p.shape, np.float32), parameters(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention import CrossLayer, GroupedQuery, Kronecker, Latent, PathConcat, PathResidual, SkipV1
-from kvjax.config import ConfigError, ModelConfig, differences, require
+from kvjax.attention.sharing import make_plan
+from kvjax.config import ModelConfig, differences, require
 from kvjax.convert.uptrain.cross_layer import share_across_layers
-from kvjax.convert.uptrain.kronecker import to_kronecker
-from kvjax.convert.uptrain.kv_path import concat_paths, residual_paths
-from kvjax.convert.uptrain.latent import to_latent
-from kvjax.convert.uptrain.pooling import pool_key_value_heads, pool_later_values
+from kvjax.convert.uptrain.kronecker import check_kronecker, to_kronecker
+from kvjax.convert.uptrain.kv_path import check_concat, concat_paths, residual_paths
+from kvjax.convert.uptrain.latent import check_latent, to_latent
+from kvjax.convert.uptrain.pooling import check_pooling, check_skip_v1, pool_key_value_heads, pool_later_values
 from kvjax.convert.uptrain.regression import Calibration, Fit
 from kvjax.model.layers import stack_layers, unstack_layers
 from kvjax.model.parameters import layer_spec
@@ -56,10 +56,7 @@ def convert(source: ModelConfig, params: dict[str, Any], target: ModelConfig,
     Raises:
         ConfigError: this pair of models has no conversion, or they differ in more than a conversion changes.
     """
-    _refuse_other_sizes(source, target)
-    require(type(source.attention) is GroupedQuery and source.sharing is None,
-            f"conversions start from multi-head or grouped-query attention without sharing, not from "
-            f"{source.attention} with {source.sharing}")
+    check_conversion(source, target)
     require(calibration is not None or not needs_text(target),
             "this conversion is fitted on activations: give a calibration")
     outer, layers = unstack_layers(source, params)
@@ -70,33 +67,49 @@ def convert(source: ModelConfig, params: dict[str, Any], target: ModelConfig,
     return Conversion(stack_layers(target, outer, converted), tuple(fits), survive)
 
 
+def check_conversion(source: ModelConfig, target: ModelConfig) -> None:
+    """Raises ConfigError, with the reason, if there is no conversion between these models; reads no weights."""
+    _refuse_other_sizes(source, target)
+    heads, attention, sharing = source.attention, target.attention, target.sharing
+    require(type(heads) is GroupedQuery and source.sharing is None,
+            f"conversions start from multi-head or grouped-query attention without sharing, not from {heads} with "
+            f"{source.sharing}")
+    make_plan(target)
+    known = False
+    if type(attention) is GroupedQuery:
+        check_pooling(heads, attention)
+        known = sharing is None or type(sharing) in (SkipV1, CrossLayer, PathResidual, PathConcat)
+        if type(sharing) is SkipV1:
+            check_skip_v1(sharing)
+        if isinstance(sharing, PathConcat):
+            check_concat(attention)
+    elif sharing is None and isinstance(attention, Latent | Kronecker):
+        known = True
+        (check_latent if isinstance(attention, Latent) else check_kronecker)(heads, attention)
+    require(known, f"there is no conversion from {heads} to {attention} with {sharing}: known are GroupedQuery with "
+            "SkipV1, CrossLayer, PathResidual or PathConcat, Latent and Kronecker")
+
+
 def _attention(source: ModelConfig, layers: list, target: ModelConfig,
                calibration: Calibration | None) -> tuple[list, list[Fit], np.ndarray | None]:
-    attention, sharing, rope = target.attention, target.sharing, layer_spec(source, 0, 0).rope
-    if type(attention) is GroupedQuery:
-        changed = [f.name for f in dataclasses.fields(attention) if f.name != "kv_heads"
-                   and getattr(attention, f.name) != getattr(source.attention, f.name)]
-        require(not changed, f"source and target differ in attention.{', attention.'.join(changed)}: "
-                f"{source.attention}, {attention}")
-        layers = pool_key_value_heads(source, attention, layers)
-        pooled = dataclasses.replace(source, attention=attention)
-        match sharing:
-            case None:
-                return layers, [], None
-            case SkipV1() if type(sharing) is SkipV1:
-                return pool_later_values(pooled, sharing, layers), [], None
-            case CrossLayer():
-                return *share_across_layers(sharing, layers, calibration), None
-            case PathResidual():
-                return *residual_paths(sharing, layers, calibration), None
-            case PathConcat():
-                return concat_paths(sharing, layers, calibration, rope)
-    if sharing is None and isinstance(attention, Latent):
+    """Attention weights of all layers, fits, and surviving rotary pairs (None: all), for models that were checked."""
+    attention, rope = target.attention, layer_spec(source, 0, 0).rope
+    if isinstance(attention, Latent):
         return to_latent(attention, layers, calibration, rope, source.norm_eps)
-    if sharing is None and isinstance(attention, Kronecker):
+    if isinstance(attention, Kronecker):
         return to_kronecker(attention, layers, calibration, rope)
-    raise ConfigError(f"there is no conversion from {source.attention} to {attention} with {sharing}: known are "
-                      "GroupedQuery with SkipV1, CrossLayer, PathResidual or PathConcat, Latent and Kronecker")
+    layers = pool_key_value_heads(attention, layers)
+    match target.sharing:
+        case SkipV1():
+            return pool_later_values(layers), [], None
+        case CrossLayer() as scheme:
+            return *share_across_layers(scheme, layers, calibration), None
+        case PathResidual() as scheme:
+            return *residual_paths(scheme, layers, calibration), None
+        case PathConcat() as scheme:
+            return concat_paths(scheme, layers, calibration, rope)
+        case _:
+            return layers, [], None
 
 
 def _refuse_other_sizes(source: ModelConfig, target: ModelConfig) -> None:

@@ -12,26 +12,29 @@ from kvjax.config import ModelConfig, require
 from kvjax.convert.uptrain.regression import Calibration
 from kvjax.model.activations import layer_inputs
 
-TEST_SHARE = 8
-"""One part of this many is kept for judging."""
+TEST_PART = 8
+"""One sequence of this many is kept for judging."""
 
 
 def calibrate(source: ModelConfig, params: dict[str, Any], batches: Iterator[dict[str, np.ndarray]],
               tokens: int) -> Calibration:
-    """Runs the source model over batches with `tokens` [B, T] and, if packed, `segment_ids`, until `tokens` are done.
+    """Runs the source model over batches until `tokens` are done: keys as `kvjax.data.pipeline` makes them.
+
+    What does not count for the loss (padding) does not count here.
 
     Raises ConfigError if there are fewer than two sequences, or than there are features to regress on.
     """
-    rows, seen = [], 0
+    rows, counts, seen = [], [], 0
     while seen < tokens:
         batch = next(batches)
-        segments = batch.get("segment_ids")
-        inputs = layer_inputs(source, params, jnp.asarray(batch["tokens"]), None if segments is None else segments)
+        inputs = layer_inputs(source, params, batch["tokens"], batch.get("segment_ids"))
         rows.append(np.asarray(inputs.astype(jnp.float32)))
+        counts.append(np.asarray(batch.get("loss_mask", np.ones_like(batch["tokens"]))) > 0)
         seen += batch["tokens"].size
-    inputs = np.concatenate(rows, axis=1)
-    layers, count, length, width = inputs.shape
-    test = max(1, count // TEST_SHARE)
-    fit = (count - test) * length
-    require(fit >= 2 * width, f"{fit} tokens are too few to fit maps of {width} features: calibrate on more")
-    return Calibration(inputs[:, test:].reshape(layers, -1, width), inputs[:, :test].reshape(layers, -1, width), length)
+    inputs, counted = np.concatenate(rows, axis=1), np.concatenate(counts)
+    test = max(1, len(counted) // TEST_PART)
+    halves = [inputs[:, part][:, counted[part]] for part in (slice(test, None), slice(test))]
+    enough = 2 * source.width
+    require(halves[0].shape[1] >= enough, f"{halves[0].shape[1]} tokens are too few to fit maps of {source.width} "
+            f"features: calibrate on {enough} or more")
+    return Calibration(*halves, counted.shape[1])

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.attention.grouped_query import GroupedQuery
 from kvjax.attention.rotary import Rope
+from kvjax.config import require
 from kvjax.convert.uptrain.regression import Calibration, reduced_rank
 
 Weights = dict[str, Any]
@@ -14,6 +16,12 @@ Halves = tuple[np.ndarray, np.ndarray]
 """The same of the text that maps are fitted on, and of the text that they are judged on."""
 
 KEY_VALUE = ("k_proj", "v_proj", "k_bias", "v_bias")
+
+
+def refuse_biases_and_norms(source: GroupedQuery, through: str) -> None:
+    """Raises ConfigError for heads whose biases or norms cannot pass through what a conversion puts in their place."""
+    require(not (source.qkv_bias or source.output_bias or source.qk_norm),
+            f"{source} has biases or qk_norm, which do not pass through {through}")
 
 
 def without_keys_and_values(layer: Weights) -> Weights:
@@ -68,6 +76,16 @@ def for_query_heads(per_head: np.ndarray, heads: int) -> np.ndarray:
 def flat(x: np.ndarray) -> np.ndarray:
     """[N, ...] -> [N, features]."""
     return x.reshape(len(x), -1)
+
+
+def as_complex(x: np.ndarray, pair: int) -> np.ndarray:
+    """A half-split rotary pair of heads [..., heads, d] as complex numbers [..., heads]: rotations are factors."""
+    return x[..., pair] + 1j * x[..., pair + x.shape[-1] // 2]
+
+
+def main_direction(z: np.ndarray) -> np.ndarray:
+    """Unit vector u [n]: z [N, n] is nearest to u times one complex number for each of the N."""
+    return np.linalg.eigh(z.T @ z.conj())[1][:, -1]
 
 
 def matching_pairs(rope: Rope, width: int, narrow: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.attention import Kronecker
+from kvjax.attention import GroupedQuery, Kronecker
 from kvjax.attention.rotary import Rope
 from kvjax.config import require
 from kvjax.convert.uptrain.heads import (
@@ -17,8 +17,8 @@ from kvjax.convert.uptrain.heads import (
     affine,
     columns,
     for_query_heads,
-    has_bias,
     mean_rotation,
+    refuse_biases_and_norms,
     states,
 )
 from kvjax.convert.uptrain.regression import Calibration, Fit, least_squares, r_squared
@@ -28,18 +28,21 @@ ROUNDS = 8
 RIDGE = 1e-4
 
 
+def check_kronecker(source: GroupedQuery, target: Kronecker) -> None:
+    """Raises ConfigError if `to_kronecker` cannot work for these sizes."""
+    refuse_biases_and_norms(source, "Kronecker factors")
+    heads, width = source.heads, source.head_dim
+    require((target.heads, target.head_dim) == (heads, width), f"the target has {target.heads} heads of "
+            f"{target.head_dim}, the source {heads} of {width}: choose h1 h2 = {heads} and d1 d2 = {width}")
+
+
 def to_kronecker(target: Kronecker, layers: list[Weights], calibration: Calibration,
                  rope: Rope) -> tuple[list[Weights], list[Fit], np.ndarray]:
     """Weights, fits, and the source's rotary pairs that survive.
 
     Rows of B have d2 / 2 frequencies, each for d1 of the source's pairs: the fastest of these keeps its own.
     """
-    first = layers[0]
-    heads, width = first["q_proj"].shape[1:]
-    require((target.heads, target.head_dim) == (heads, width), f"the target has {target.heads} heads of "
-            f"{target.head_dim}, the source {heads} of {width}: choose h1 h2 = {heads} and d1 d2 = {width}")
-    require(not has_bias(first) and "qk_norm_k" not in first and "o_bias" not in first,
-            "a source with biases or qk_norm does not fit Kronecker factors: neither passes through them")
+    width = target.head_dim
     own, order = rope.frequencies(width), _features(target, width)
     turned = np.repeat(rope.frequencies(target.d2), target.d1)
     drift = mean_rotation(own - turned, calibration.length)

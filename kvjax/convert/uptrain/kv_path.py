@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.attention import PathConcat, PathResidual
+from kvjax.attention import GroupedQuery, PathConcat, PathResidual
 from kvjax.attention.rotary import Rope
 from kvjax.config import require
 from kvjax.convert.uptrain.heads import (
@@ -58,6 +58,12 @@ def residual_paths(target: PathResidual, layers: list[Weights],
     return converted, fits
 
 
+def check_concat(source: GroupedQuery) -> None:
+    """Raises ConfigError if `concat_paths` cannot work for such heads."""
+    require(not source.qk_norm, "keys with a norm (qk_norm) cannot be split into alpha and delta without training: "
+            "convert to PathResidual")
+
+
 def concat_paths(target: PathConcat, layers: list[Weights], calibration: Calibration,
                  rope: Rope) -> tuple[list[Weights], list[Fit], np.ndarray]:
     """Own parts keep the rotary pairs whose frequencies survive; the shared part stands for all other pairs.
@@ -68,8 +74,6 @@ def concat_paths(target: PathConcat, layers: list[Weights], calibration: Calibra
 
     Returns: weights, fits, and the source's rotary pairs that survive in every layer.
     """
-    require("qk_norm_k" not in layers[0], "keys with a norm cannot be split into alpha and delta without training: "
-            "convert to PathResidual, or a model without qk_norm")
     converted, fits, width = [], [], layers[0]["k_proj"].shape[-1]
     pairs, exact = matching_pairs(rope, width, target.delta)
     for first in range(0, len(layers), target.layers):
@@ -87,6 +91,7 @@ def _concat_keys(layers: list[Weights], group: range, calibration: Calibration, 
     rest_pairs = np.setdiff1d(np.arange(width // 2), pairs)
     own, rest = columns(pairs, width), columns(rest_pairs, width)
     weight = np.tile(mean_rotation(rope.frequencies(width)[rest_pairs], calibration.length), 2)
+    strength = rope.rotation_factor**2  # of rotated scores, which alpha's have to be given
     bias = has_bias(layers[group[0]])
     x, test_x = inputs(calibration, group[0], bias)
     truth = [states(layers[i], "k", calibration, i) for i in group]
@@ -95,7 +100,7 @@ def _concat_keys(layers: list[Weights], group: range, calibration: Calibration, 
     for index, (i, up) in enumerate(zip(group, ups, strict=True)):
         matrix, query = affine(layers[i], "k"), affine(layers[i], "q")
         # Scores q · (alpha up) = (q up^T) · alpha.
-        back = for_query_heads(np.swapaxes(up, 1, 2), query.shape[1])
+        back = strength * for_query_heads(np.swapaxes(up, 1, 2), query.shape[1])
         turned = np.concatenate([np.einsum("dhi,hij->dhj", query[..., rest], back), query[..., own]], axis=-1)
         weights = named(turned, "q_proj", "q_bias" if bias else None)
         weights |= named(matrix[..., own], "k_delta", "k_bias_delta" if bias else None)

@@ -10,32 +10,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.attention import Latent
+from kvjax.attention import GroupedQuery, Latent
 from kvjax.attention.rotary import Rope
 from kvjax.config import require
 from kvjax.convert.uptrain.heads import (
     Weights,
     absorb_in_output,
     affine,
+    as_complex,
     flat,
     for_query_heads,
-    has_bias,
+    main_direction,
     matching_pairs,
     mean_rotation,
+    refuse_biases_and_norms,
     states,
 )
 from kvjax.convert.uptrain.regression import Calibration, Fit, least_squares, r_squared, reduced_rank
 
 
+def check_latent(source: GroupedQuery, target: Latent) -> None:
+    """Raises ConfigError if `to_latent` cannot work for these sizes."""
+    refuse_biases_and_norms(source, "a latent")
+    require(target.query_latent_dim is None, f"query_latent_dim is {target.query_latent_dim}: conversions make queries "
+            "from the input; set it to None")
+    require(target.heads == source.heads, f"the target has {target.heads} heads, the source {source.heads}")
+    require(target.rope_dim <= source.head_dim,
+            f"rope_dim {target.rope_dim} exceeds the source's head width {source.head_dim}: choose less")
+
+
 def to_latent(target: Latent, layers: list[Weights], calibration: Calibration, rope: Rope,
               norm_eps: float) -> tuple[list[Weights], list[Fit], np.ndarray]:
     """Weights, fits, and the source's rotary pairs that survive (one direction of all heads each)."""
-    first = layers[0]
-    require(not has_bias(first) and "qk_norm_k" not in first and "o_bias" not in first,
-            "a source with biases or qk_norm does not fit latent attention: neither passes through a latent")
-    require(target.query_latent_dim is None, f"query_latent_dim is {target.query_latent_dim}: conversions make queries "
-            "from the input; set it to None")
-    pairs, exact = matching_pairs(rope, first["k_proj"].shape[-1], target.rope_dim)
+    pairs, exact = matching_pairs(rope, layers[0]["k_proj"].shape[-1], target.rope_dim)
     made = [_layer(target, layer, calibration, number, rope, pairs, norm_eps) for number, layer in enumerate(layers)]
     return [weights for weights, _ in made], [fit for _, fits in made for fit in fits], pairs[exact]
 
@@ -44,7 +51,7 @@ def _layer(target: Latent, layer: Weights, calibration: Calibration, number: int
            norm_eps: float) -> tuple[Weights, list[Fit]]:
     keys, values = (states(layer, state, calibration, number) for state in ("k", "v"))
     heads, width = layer["q_proj"].shape[1:]
-    shares = [_main_direction(keys[0], pair) for pair in pairs]
+    shares = [main_direction(as_complex(keys[0], pair)) for pair in pairs]
     weight = np.tile(mean_rotation(rope.frequencies(width), calibration.length), 2)
     left = [half - _told_by_rotation(half, pairs, shares) for half in keys]
     bases = _bases(weight * left[0], target.nope_dim), _bases(values[0], target.value_dim)
@@ -58,9 +65,11 @@ def _layer(target: Latent, layer: Weights, calibration: Calibration, number: int
     fits = [Fit(number, "k", float(1 - lost / ((keys[1] - keys[1].mean(axis=0)) ** 2).sum())),
             Fit(number, "v", r_squared(values[1], made[1]))]
     expanded = lambda up: np.moveaxis(for_query_heads(np.moveaxis(up, 1, 0), heads), 0, 1)
-    scale = (target.score_dim / width) ** 0.5
+    scale = (target.score_dim / width) ** 0.5 / rope.score_factor
+    # Scores of what is not rotated any more are given the factor that rotations bring.
+    key_basis = rope.rotation_factor**2 * bases[0]
     return {
-        "q_proj": scale * _queries(affine(layer, "q"), bases[0], pairs, shares, target.interleaved),
+        "q_proj": scale * _queries(affine(layer, "q"), key_basis, pairs, shares, target.interleaved),
         "kv_down": down, "kv_norm": np.ones(target.latent_dim), "k_up": expanded(k_up), "v_up": expanded(v_up),
         "k_rope": _rotated_key(affine(layer, "k"), pairs, shares, target.interleaved),
         "o_proj": absorb_in_output(layer["o_proj"], np.swapaxes(bases[1], 1, 2)),
@@ -72,22 +81,11 @@ def _in_basis(x: np.ndarray, basis: np.ndarray) -> np.ndarray:
     return np.einsum("ngd,gdf->ngf", x, basis)
 
 
-def _complex(x: np.ndarray, pair: int) -> np.ndarray:
-    """A rotary pair of heads [..., G, d] as complex numbers [..., G]."""
-    return x[..., pair] + 1j * x[..., pair + x.shape[-1] // 2]
-
-
-def _main_direction(keys: np.ndarray, pair: int) -> np.ndarray:
-    """Unit vector u [G]: the heads' keys in a pair are nearest to u times one complex number."""
-    z = _complex(keys, pair)
-    return np.linalg.eigh(z.T @ z.conj())[1][:, -1]
-
-
 def _told_by_rotation(keys: np.ndarray, pairs: np.ndarray, shares: list[np.ndarray]) -> np.ndarray:
     """The part of keys [N, G, d] that the shared rotated key stands for."""
     told = np.zeros_like(keys)
     for pair, share in zip(pairs, shares, strict=True):
-        z = np.outer(_complex(keys, pair) @ share.conj(), share)
+        z = np.outer(as_complex(keys, pair) @ share.conj(), share)
         told[..., pair], told[..., pair + keys.shape[-1] // 2] = z.real, z.imag
     return told
 
@@ -120,14 +118,14 @@ def _queries(q: np.ndarray, key_basis: np.ndarray, pairs: np.ndarray, shares: li
     """[D, H, dn + dr]: features that meet the latent's keys, then those that meet the rotated one."""
     heads = q.shape[1]
     nope = np.einsum("dhi,hij->dhj", q, for_query_heads(key_basis, heads))
-    turned = [_complex(q, pair) * for_query_heads(share.conj(), heads)
+    turned = [as_complex(q, pair) * for_query_heads(share.conj(), heads)
               for pair, share in zip(pairs, shares, strict=True)]
     return np.concatenate([nope, _real(turned, interleaved)], axis=-1)
 
 
 def _rotated_key(k: np.ndarray, pairs: np.ndarray, shares: list[np.ndarray], interleaved: bool) -> np.ndarray:
     """[D, dr]."""
-    return _real([_complex(k, pair) @ share.conj() for pair, share in zip(pairs, shares, strict=True)], interleaved)
+    return _real([as_complex(k, pair) @ share.conj() for pair, share in zip(pairs, shares, strict=True)], interleaved)
 
 
 def _real(numbers: list[np.ndarray], interleaved: bool) -> np.ndarray:

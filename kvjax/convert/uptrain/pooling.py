@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention import GroupedQuery, SkipV1
-from kvjax.config import ModelConfig, require
+from kvjax.config import require
 
 Weights = dict[str, Any]
 
@@ -20,31 +20,35 @@ def mean_of_neighbours(weight: Array, heads: int) -> Array:
     return jnp.asarray(weight).reshape(*front, heads, count // heads, width).mean(axis=-2)
 
 
-def pool_key_value_heads(source: ModelConfig, target: GroupedQuery, layers: list[Weights]) -> list[Weights]:
+def check_pooling(source: GroupedQuery, target: GroupedQuery) -> None:
+    """Raises ConfigError unless the source's key-value heads can be pooled to the target's, and all else is equal."""
+    changed = [f.name for f in dataclasses.fields(target)
+               if f.name != "kv_heads" and getattr(target, f.name) != getattr(source, f.name)]
+    require(not changed, f"source and target differ in attention.{', attention.'.join(changed)}: {source}, {target}")
+    require(source.kv_heads % target.kv_heads == 0,
+            f"{source.kv_heads} key-value heads cannot be pooled to {target.kv_heads}: choose a divisor")
+
+
+def check_skip_v1(target: SkipV1) -> None:
+    """Raises ConfigError unless pooling pairs of value heads makes what the scheme asks for."""
+    require(target.share == 0.5, f"SkipV1.share is {target.share}: pooling pairs of value heads is for a share of 0.5")
+
+
+def pool_key_value_heads(target: GroupedQuery, layers: list[Weights]) -> list[Weights]:
     """MHA or GQA -> GQA or MQA (Ainslie et al., 2023): keys and values of consecutive heads become their mean."""
-    require(source.attention.kv_heads % target.kv_heads == 0,
-            f"{source.attention.kv_heads} key-value heads cannot be pooled to {target.kv_heads}: choose a divisor")
-    if target.kv_heads == source.attention.kv_heads:
+    if target.kv_heads == layers[0]["k_proj"].shape[-2]:
         return layers
     pooled = ("k_proj", "v_proj", "k_bias", "v_bias")
     return [layer | {name: mean_of_neighbours(layer[name], target.kv_heads) for name in pooled if name in layer}
             for layer in layers]
 
 
-def pool_later_values(source: ModelConfig, target: SkipV1, layers: list[Weights]) -> list[Weights]:
+def pool_later_values(layers: list[Weights]) -> list[Weights]:
     """SkipV1Former's uptraining: in layers 2..L every two consecutive value heads become their mean.
 
     All other weights, the whole first layer included, stay bit for bit as they are.
     """
-    heads = source.attention.kv_heads
-    require(target.share == 0.5, f"SkipV1.share is {target.share}: pooling pairs of value heads is for a share of 0.5")
-    require(heads % 2 == 0, f"{heads} key-value heads do not pair up: SkipV1 needs an even number")
     first, *later = layers
-    return [first, *(layer | {name: mean_of_neighbours(layer[name], heads // 2)
+    heads = first["v_proj"].shape[-2] // 2
+    return [first, *(layer | {name: mean_of_neighbours(layer[name], heads)
                               for name in ("v_proj", "v_bias") if name in layer} for layer in later)]
-
-
-def pooled_config(source: ModelConfig, target: GroupedQuery) -> ModelConfig:
-    """The source with the target's key-value heads."""
-    attention = dataclasses.replace(source.attention, kv_heads=target.kv_heads)
-    return dataclasses.replace(source, attention=attention)
