@@ -50,6 +50,15 @@ def test_decay_applies_to_matrices_only_though_layers_are_stacked(config):
     assert not mask["final_norm"] and not layer["attention_norm"] and not layer["feed_forward_norm"]
 
 
+def test_biases_do_not_decay_whatever_their_shape(config):
+    heads = dataclasses.replace(config.model.attention, qkv_bias=True, output_bias=True)
+    model = dataclasses.replace(config.model, attention=heads, norm="layer", feed_forward_bias=True)
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(model))
+    biases = {path[-1].key: decays for path, decays in mask if "bias" in path[-1].key}
+    assert {"q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias", "attention_norm_bias"} <= biases.keys()
+    assert not any(biases.values())
+
+
 def test_only_matrices_shrink_without_gradient(config):
     config = dataclasses.replace(config, optimizer=OptimizerConfig(peak_lr=1e-2, warmup_steps=1, weight_decay=0.5))
     optimizer = make_optimizer(config)
