@@ -29,7 +29,8 @@ def decode(
     Returns:
         Logits float32 [B, T, V], or [B, V] with `last_only`, and the extended cache.
     Raises:
-        ValueError: shapes do not fit, ids are outside the vocabulary, counts outside 0 .. T, the cache is too small.
+        ValueError: shapes do not fit, ids are outside the vocabulary, counts outside 0 .. T, the cache is too small, or
+            a table of learned positions is.
             Under `jit` values are not known: such ids give NaN, counts are clipped, and `cache.overflowed` tells.
     """
     tokens = jnp.asarray(tokens)
@@ -40,6 +41,7 @@ def decode(
     counts = _checked_counts(tokens, counts)
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < counts[:, None], tokens, 0)  # padding may be anything
     _check_known_ids(tokens, model.config.vocab_size)
+    _check_positions(model, cache.lengths + counts)
     last = jnp.maximum(counts - 1, 0) if last_only else None
     logits, rows = model.apply({"params": params}, tokens, cache, last, method="extend")
     return logits, cache.append(rows, counts)
@@ -64,6 +66,15 @@ def _checked_counts(tokens: Array, counts: Array | None) -> Array:
     if not isinstance(counts, jax.core.Tracer) and ((counts < 0) | (counts > length)).any():
         raise ValueError(f"counts are {counts.tolist()}: each must be between 0 and the {length} tokens of a row")
     return jnp.clip(counts, 0, length)
+
+
+def _check_positions(model: Decoder, lengths: Array) -> None:
+    config = model.config
+    if config.positions != "learned" or isinstance(lengths, jax.core.Tracer):
+        return
+    if (lengths > config.context_length).any():
+        raise ValueError(f"rows would reach {int(lengths.max())} tokens: the table of learned positions has "
+                         f"{config.context_length}")
 
 
 def _check_known_ids(tokens: Array, vocab_size: int) -> None:

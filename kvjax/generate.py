@@ -97,6 +97,10 @@ def generate_stream(model: nn.Module, params: Any, prompts: Sequence[Sequence[in
     check_settings(temperature, top_k, top_p, min_p)
     cache_dtype = storage_type(model.config.dtype if cache_dtype is None else cache_dtype)
     rows = _checked_prompts(prompts, model.config.vocab_size)
+    longest = max(map(len, rows)) + max_new_tokens
+    require(model.config.positions != "learned" or longest <= model.config.context_length,
+            f"prompt and max_new_tokens reach {longest} tokens: the table of learned positions has "
+            f"{model.config.context_length}")
     settings = Settings(jax.random.key(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p),
                         np.float32(min_p), np.int32(-1 if eos_id is None else eos_id))
     return _stream(model, params, rows, settings, max_new_tokens, cache_dtype, stride)

@@ -199,3 +199,19 @@ def test_windowed_caches_hold_whole_blocks_of_the_window():
     assert (held[np.arange(500, 512) % 128] == np.arange(500, 512)).all()
     assert held.max() == 511, "what overflows is dropped"
     np.testing.assert_array_equal(cache.overflowed, [True, False])
+
+
+def test_learned_positions_end_where_their_table_ends():
+    """The cache has room for more: it is the table that must not be read past its end."""
+    config = model_config(CASES["gqa"].attention, positions="learned", context_length=8)
+    model, params = kvjax.build_model(config), invariants.random_params(config)
+    tokens = invariants.tokens_of(config, shape=(2, 9))
+    _, cache = kvjax.decode(model, params, tokens[:, :8], kvjax.init_cache(config, 2, 8))
+    with pytest.raises(ValueError, match="would reach 9 tokens.*learned positions has 8"):
+        kvjax.decode(model, params, tokens[:, 8:], cache)
+    logits, _ = jax.jit(lambda cache: kvjax.decode(model, params, tokens[:, 8:], cache))(cache)
+    assert np.isnan(logits).all(), "under jit, where lengths are not known"
+    with pytest.raises(ValueError, match="length 9: the table of learned positions has 8"):
+        model.apply({"params": params}, tokens)
+    with pytest.raises(kvjax.ConfigError, match="reach 9 tokens: the table of learned positions has 8"):
+        kvjax.generate(model, params, [[1, 2, 3], [4]], max_new_tokens=6)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import CASES, GQA, MLA, NEAR, model_config
+from variants import CASES, FULL_GQA, GQA, MLA, NEAR, model_config
 
 import kvjax
-from kvjax.attention import PathResidual, SkipV1, Yoco
+from kvjax.attention import PathResidual, ResFormer, SkipV1, Yoco
 from kvjax.config import Config, MeshConfig, TrainConfig
 from kvjax.model.placement import check, parameter_shardings
 from kvjax.sharding import constrain, make_mesh, named
@@ -21,6 +21,10 @@ MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 DIVISIBLE = {name: model_config(CASES[name].attention, vocab_size=64)
              for name in ("gqa", "mqa", "kpa", "tpa", "kpa_dense_query")} | {
     "mla": model_config(replace(MLA, heads=4), vocab_size=64),
+    "mla_query_latent": model_config(replace(MLA, heads=4, query_latent_dim=10), vocab_size=64),
+    "gpt2": model_config(FULL_GQA, vocab_size=64, positions="learned", norm="layer", feed_forward="gelu",
+                         feed_forward_bias=True, tie_embeddings=False),
+    "resformer": model_config(GQA, vocab_size=64, sharing=ResFormer()),
     "skip_v1": model_config(CASES["mha"].attention, vocab_size=64, sharing=SkipV1()),
     "residual": model_config(GQA, vocab_size=64, layers=2, sharing=PathResidual(layers=2, delta=3)),
     "yoco": model_config(GQA, vocab_size=64, layers=4, sharing=Yoco(NEAR)),

@@ -8,11 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.components import Component
-from kvjax.attention.partials import Partial, attend, feature_parts_values, head_parts_values, joined, parts_scores
+from kvjax.attention.partials import (
+    Partial,
+    attend,
+    feature_parts_values,
+    head_parts_values,
+    joined,
+    parts_scores,
+    separated,
+)
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, bias_param, project, rms_norm
 from kvjax.config import register, require
 
@@ -63,17 +70,17 @@ class GroupedQuery(Attention):
 
     def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> tuple[Array, ...]:
         """One array [B, T, H, features] for each part of the keys, normed and rotated as that part is."""
-        queries, keys = project(x, weights["q_proj"]), layer.state("k")
-        if self.qkv_bias:
-            queries = queries + weights["q_bias"]
-        ends = [sum(c.features[-1] for c in keys[: i + 1]) for i in range(len(keys) - 1)]
-        parts = zip(jnp.split(queries, ends, axis=-1), keys, strict=True)
-        return tuple(self._query(layer, weights, part, key, positions) for part, key in parts)
+        keys = layer.state("k")
+        parts = separated(self.projected_queries(weights, x), [c.features[-1] for c in keys], axis=-1)
+        normed = [rms_norm(part, weights[query_norm(key)], layer.norm_eps) if self.qk_norm else part
+                  for part, key in zip(parts, keys, strict=True)]
+        return tuple(layer.rotate(part, positions) if key.rotate else part
+                     for part, key in zip(normed, keys, strict=True))
 
-    def _query(self, layer: Layer, weights: Weights, x: Array, key: Component, positions: Array) -> Array:
-        if self.qk_norm:
-            x = rms_norm(x, weights[query_norm(key)], layer.norm_eps)
-        return layer.rotate(x, positions) if key.rotate else x
+    def projected_queries(self, weights: Weights, x: Array) -> Array:
+        """[B, T, H, d] before norm and rotation."""
+        queries = project(x, weights["q_proj"])
+        return queries + weights["q_bias"] if self.qkv_bias else queries
 
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
         """Puts parts together: what follows is plain attention."""

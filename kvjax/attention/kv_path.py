@@ -1,7 +1,8 @@
 """KVPath: layers are grouped in paths; a path keeps one alpha state, and each layer of it a small delta.
 
 States are taken before positional encoding; a layer's delta is made from its own normed input, alpha from that of the
-path's first layer (this project's assumption).
+path's first layer (this project's assumption). From KVPath, "a KV representation paradigm that connects key
+and value states across network depth".
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class PathConcat(Sharing):
     """KVPath-Concat: k = [k_alpha | rot(k_delta)], v = [v_alpha | v_delta], of a latent c = [c_alpha | c_delta].
 
     Alpha is not rotated. Cached per path of m layers and head: 2 d_alpha + 2 m delta, of a latent c_alpha + m (delta +
-    dr). For a latent the source gives no dimensions, and for the ranks of Kronecker factors (all rotated as usual)
-    nothing at all: this project's assumptions.
+    dr). This project's assumptions: a norm of heads (qk_norm) acts on alpha and on delta each by itself; the parts of a
+    latent, for which the source gives no dimensions; and the ranks of Kronecker factors, all rotated as usual.
     """
 
     layers: int

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.components import Component
-from kvjax.attention.partials import Partial, attend, feature_parts_values, joined, parts_scores
+from kvjax.attention.partials import Partial, attend, feature_parts_values, joined, parts_scores, separated
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, fan_in, project, rms_norm
 from kvjax.config import register, require
 
@@ -104,9 +104,7 @@ class Latent(Attention):
         if self._expands(nope.shape[1]):
             return queries
         nope = jnp.einsum("bthn,chn->bthc", nope, path[-1]["k_up"])
-        latents = layer.state("latent")
-        ends = [sum(c.size for c in latents[: i + 1]) for i in range(len(latents) - 1)]
-        return (*jnp.split(nope, ends, axis=-1), rope)
+        return (*separated(nope, [c.size for c in layer.state("latent")], axis=-1), rope)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
         """Attention in latent space; the output is a mean of latents [B, T, H, dc]."""

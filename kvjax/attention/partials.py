@@ -70,6 +70,11 @@ def joined(parts: tuple[Array, ...], axis: int) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
+def separated(x: Array, sizes: list[int], axis: int) -> list[Array]:
+    """Inverse of `joined`: the parts of x, of these sizes along an axis."""
+    return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
+
+
 def parts_scores(queries: tuple[Array, ...], keys: tuple[Array, ...]) -> Array:
     """`dot_scores` of queries and keys whose features come in parts; the keys are not concatenated."""
     return sum(dot_scores(q, k) for q, k in zip(queries, keys, strict=True))
@@ -83,8 +88,8 @@ def feature_parts_values(weights: Array, values: tuple[Array, ...]) -> Array:
 def head_parts_values(weights: Array, values: tuple[Array, ...]) -> Array:
     """`dot_values` of values whose heads come in parts."""
     queries_per_head = weights.shape[1] // sum(v.shape[2] for v in values)
-    ends = np.cumsum([queries_per_head * v.shape[2] for v in values])[:-1]
-    parts = zip(jnp.split(weights, ends, axis=1), values, strict=True)
+    sizes = [queries_per_head * v.shape[2] for v in values]
+    parts = zip(separated(weights, sizes, axis=1), values, strict=True)
     return jnp.concatenate([dot_values(w, v) for w, v in parts], axis=2)
 
 

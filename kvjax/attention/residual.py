@@ -18,8 +18,8 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.grouped_query import GroupedQuery
-from kvjax.attention.partials import Partial, attend, feature_parts_values, parts_scores
-from kvjax.attention.variant import Layer, Param, View, Weights, fan_in, project, rms_norm
+from kvjax.attention.partials import Partial, attend, feature_parts_values, parts_scores, separated
+from kvjax.attention.variant import Layer, Param, View, Weights, fan_in, rms_norm
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class ResidualHeads(GroupedQuery):
 
     def queries(self, layer: Layer, weights: Weights, x: Array, positions: Array) -> Array:
         """[B, T, H, d]."""
-        queries = project(x, weights["q_proj"])
-        if self.qkv_bias:
-            queries = queries + weights["q_bias"]
+        queries = self.projected_queries(weights, x)
         if self.qk_norm:
             queries = rms_norm(queries, weights["qk_norm_q"], layer.norm_eps)
         return layer.rotate(queries, positions)
@@ -68,8 +66,7 @@ class ResidualHeads(GroupedQuery):
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Expands the means: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""
         expansions = _expansions(path, "v")
-        ends = [self.head_dim + i * self.delta for i in range(len(expansions))]
-        full, *corrections = jnp.split(part.out, ends, axis=-1)
+        full, *corrections = separated(part.out, [self.head_dim, *[self.delta] * len(expansions)], axis=-1)
         for expand, correction in zip(expansions, corrections, strict=True):
             grouped = correction.reshape(*correction.shape[:2], self.kv_heads, -1, self.delta)
             full += jnp.einsum("gdr,btghr->btghd", expand.astype(jnp.float32), grouped).reshape(full.shape)

@@ -1,4 +1,7 @@
-"""SkipV1Former: every layer after the first takes a share of its value heads from the first layer."""
+"""SkipV1Former: every layer after the first takes a share of its value heads from the first layer.
+
+From "Improving Model Representation and Reducing KV Cache via Skip Connections with First Value Heads".
+"""
 
 from __future__ import annotations
 

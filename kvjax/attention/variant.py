@@ -17,7 +17,7 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.masks import Mask
-from kvjax.attention.partials import Partial
+from kvjax.attention.partials import Partial, separated
 from kvjax.attention.rotary import Rope
 from kvjax.config import Variant
 
@@ -218,5 +218,5 @@ def _by_param(components: tuple[Component, ...]) -> dict[str, list[Component]]:
 
 def _split(y: Array, parts: list[Component]) -> dict[str, Array]:
     axis = parts[0].axis % len(parts[0].features) + 2
-    ends = [sum(c.features[c.axis] for c in parts[: i + 1]) for i in range(len(parts) - 1)]
-    return dict(zip((c.name for c in parts), jnp.split(y, ends, axis=axis), strict=True))
+    pieces = separated(y, [c.features[c.axis] for c in parts], axis)
+    return dict(zip((c.name for c in parts), pieces, strict=True))

@@ -33,7 +33,7 @@ class ComponentRow:
     slots: int
     """Entries held per token over all layers."""
     bytes_per_token: float
-    """Held. Measured: bytes of the allocated array, divided by the tokens of context it serves."""
+    """Held. Measured: bytes of the array that `init_cache` makes, divided by the tokens of context it serves."""
     reads: int
     """Entries that the layers read per token in one decode step."""
 
@@ -52,7 +52,7 @@ class CacheReport:
     """Tokens of context of the measured cache."""
     components: tuple[ComponentRow, ...]
     measured: float
-    """Bytes held, of the allocated arrays."""
+    """Bytes held, of the arrays that `init_cache` makes."""
     formula: float
     """The same from the plan."""
     read: float

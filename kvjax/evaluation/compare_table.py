@@ -87,7 +87,7 @@ def caption(config: Config, results: Sequence[ConfigResult]) -> str:
             f"{tokens_per_run(config):,} in all, in an order that depends on the seed alone. "
             f"Seeds: {', '.join(str(run.seed) for run in runs)}; {spread}. "
             f"Losses: nats per token on the same {runs[0].tokens:,} held-out tokens, before the first step and after "
-            f"the last. Bytes: of all layers, measured on an allocated cache with room for {results[0].cache.length:,} "
+            f"the last. Bytes: of all layers, measured on a cache with room for {results[0].cache.length:,} "
             f"tokens ({cache}); MHA is multi-head attention of the same width and depth.")
 
 

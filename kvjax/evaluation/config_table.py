@@ -35,7 +35,8 @@ Made by `python -m kvjax.evaluation.config_table > docs/configurations.md`. Ever
 `python train.py NAME`.
 
 Bytes are per token of context, of all layers, in the type and for the length of context under "cache". *Held* is
-measured on an allocated cache; the tokens of a window are rounded up to a multiple of 128, above 512 to one of 512.
+measured on the cache that `init_cache` makes; the tokens of a window are rounded up to a multiple of 128, above 512 to
+one of 512.
 *Read* is what one decode step reads of a full cache: each layer the entries that it attends to, once. *Less* is how
 many times less than multi-head attention of the same width, depth and type without a window, which reads what it holds.
 Elements are held ones per layer, on average."""
@@ -76,7 +77,7 @@ def table(names: Iterable[str], source: ModelConfig | None = None) -> str:
 
 
 def row(name: str, source: ModelConfig | None = None) -> str:
-    """One configuration; its cache is measured on an allocated one."""
+    """One configuration; its cache is measured on one that `init_cache` makes."""
     model = load_config(name, source).model
     cache = report(model)
     elements = cache.measured / model.layers / jnp.dtype(cache.dtype).itemsize

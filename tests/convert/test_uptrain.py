@@ -12,7 +12,17 @@ from variants import model_config
 
 import kvjax
 from kvjax import ConfigError
-from kvjax.attention import CrossLayer, GroupedQuery, Kronecker, Latent, PathConcat, PathResidual, Rope, SkipV1
+from kvjax.attention import (
+    CrossLayer,
+    GroupedQuery,
+    Kronecker,
+    Latent,
+    PathConcat,
+    PathResidual,
+    Rope,
+    SkipV1,
+    YarnScaling,
+)
 from kvjax.convert.uptrain import convert, needs_text
 from kvjax.convert.uptrain.calibration import calibrate
 from kvjax.convert.uptrain.heads import matching_pairs, mean_rotation, unrotated_r_squared
@@ -102,6 +112,15 @@ def test_conversions_without_loss_of_features_are_exact(name):
 
 def small_biases(params):
     return jax.tree.map_with_path(lambda path, x: 0.1 * x if "_bias" in path[-1].key else x, params)
+
+
+def test_parts_that_lose_their_rotation_keep_the_strength_of_yarn():
+    """Of pairs that hardly turn nothing is lost but the factor that YaRN puts on rotated vectors."""
+    still = dict(rope_base=1e20, rope_scaling=YarnScaling(1.0, 64, attention_factor=1.6))
+    source, target = model(GQA, **still), model(GQA, PathConcat(1, 2), **still)
+    params, result = converted(source, target)
+    assert all(fit.r_squared > 0.999 for fit in result.fits)
+    chex.assert_trees_all_close(logits(target, result.params), logits(source, params), atol=0.02)
 
 
 def test_layers_with_the_same_input_and_keys_share_them_exactly():
