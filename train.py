@@ -81,7 +81,6 @@ def main(arguments: list[str]) -> None:
     processes = (args.coordinator, args.process_id, args.process_count)
     require(args.distributed or processes == (None, None, None),
             "--coordinator, --process-id and --process-count mean something only with --distributed")
-    require(not (args.distributed and source), "--init-from works with one process: without --distributed")
     require(args.dry_run or args.topology is None, "--topology means something only with --dry-run")
     if args.distributed:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

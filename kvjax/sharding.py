@@ -44,6 +44,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def default_device() -> jax.Device:
+    """Where JAX puts arrays that nothing else places: `jax.default_device`'s, else this process's first."""
+    chosen = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
 def spec(*axes: str | None) -> PartitionSpec:
     """Partition of an array whose dimensions have these logical axes."""
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))

@@ -12,7 +12,7 @@ import pytest
 from variants import CASES, FULL_GQA, GQA, MLA, NEAR, model_config
 
 import kvjax
-from kvjax.attention import PathResidual, ResFormer, SkipV1, Yoco
+from kvjax.attention import CrossLayer, DenseFormer, PathResidual, ResFormer, SkipV1, SkipV1Yoco, Yoco
 from kvjax.config import Config, MeshConfig, TrainConfig
 from kvjax.model.placement import check, parameter_shardings
 from kvjax.sharding import constrain, make_mesh, named
@@ -25,6 +25,9 @@ DIVISIBLE = {name: model_config(CASES[name].attention, vocab_size=64)
     "gpt2": model_config(FULL_GQA, vocab_size=64, positions="learned", norm="layer", feed_forward="gelu",
                          feed_forward_bias=True, tie_embeddings=False),
     "resformer": model_config(GQA, vocab_size=64, sharing=ResFormer()),
+    "denseformer": model_config(GQA, vocab_size=64, sharing=DenseFormer()),
+    "cla": model_config(GQA, vocab_size=64, layers=2, sharing=CrossLayer(2)),
+    "skip_v1_yoco": model_config(CASES["mha"].attention, vocab_size=64, layers=4, sharing=SkipV1Yoco()),
     "skip_v1": model_config(CASES["mha"].attention, vocab_size=64, sharing=SkipV1()),
     "residual": model_config(GQA, vocab_size=64, layers=2, sharing=PathResidual(layers=2, delta=3)),
     "yoco": model_config(GQA, vocab_size=64, layers=4, sharing=Yoco(NEAR)),
@@ -53,7 +56,7 @@ def test_sharded_training_gradient_equals_single(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, single[1])
 
 
-@pytest.mark.parametrize("name", ["gqa", "mqa", "kpa", "mla", "skip_v1", "residual", "yoco"])
+@pytest.mark.parametrize("name", ["gqa", "mqa", "kpa", "mla", "skip_v1", "residual", "cla", "yoco"])
 def test_sharded_decoding_equals_single_and_moves_no_cache(name):
     config = DIVISIBLE[name]
     model, params, tokens, mesh, placed = sharded(config)

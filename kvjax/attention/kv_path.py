@@ -42,12 +42,15 @@ class PathConcat(Sharing):
     def plan(self, components: tuple[Component, ...], layers: int, window: int | None) -> Plan:
         require_multiple(self, layers, self.layers)
         require_states(self, components, tuple(SPLIT_AXIS), "it has no state to split")
-        parts = tuple(part for c in components for part in (self._split(c) if c.state in SPLIT_AXIS else (c,)))
-        later = tuple(c.name for c in parts if not c.name.endswith("_alpha"))
-        return Plan(parts, (Segment(layers // self.layers, (names_of(parts), *[later] * (self.layers - 1)),
-                                    names_of(parts), window),))
+        split = {c.name: self._split(c) for c in components if c.state in SPLIT_AXIS}
+        alphas = tuple(alpha for alpha, _ in split.values() if alpha.features[SPLIT_AXIS[alpha.state]])
+        own = tuple(split[c.name][1] if c.name in split else c for c in components)
+        everything, later = names_of(alphas + own), names_of(own)
+        return Plan(alphas + own, (Segment(layers // self.layers, (everything, *[later] * (self.layers - 1)),
+                                           everything, window),))
 
-    def _split(self, c: Component) -> tuple[Component, ...]:
+    def _split(self, c: Component) -> tuple[Component, Component]:
+        """Alpha, which may be of no features, and delta."""
         axis = SPLIT_AXIS[c.state]
         size = c.features[axis]
         require(self.delta <= size, f"PathConcat.delta {self.delta} exceeds the {size} of {c.name} {c.features}")
@@ -56,12 +59,11 @@ class PathConcat(Sharing):
         def part(suffix: str, n: int) -> Component:
             features = list(c.features)
             features[axis] = n
-            named = {name: f"{value.removesuffix('_proj')}_{suffix}" for name in ("name", "param", "norm", "bias")
+            names = {name: f"{value.removesuffix('_proj')}_{suffix}" for name in ("name", "param", "norm", "bias")
                      if (value := getattr(c, name))}
-            return dataclasses.replace(c, **named, features=tuple(features), axis=axis,
+            return dataclasses.replace(c, **names, features=tuple(features), axis=axis,
                                        rotate=c.rotate and not (axis == -1 and suffix == "alpha"))
-        alpha = (part("alpha", size - self.delta),) if size > self.delta else ()
-        return (*alpha, part("delta", self.delta))
+        return part("alpha", size - self.delta), part("delta", self.delta)
 
 
 @register("path_residual")

@@ -39,18 +39,20 @@ class SkipV1(Sharing):
     def halves(self, components: tuple[Component, ...]) -> tuple[tuple, tuple, tuple]:
         """Components split in [own | layer 1's], the names that layer 1 writes, and those that other layers write."""
         require_states(self, components, STATES, "it has no values that could come from layer 1")
-        parts = [part for c in components for part in (self._split(c) if c.state in STATES else (c,))]
-        borrowed = {c.name for c in parts if c.name.endswith("_first")}
-        return tuple(parts), names_of(parts), tuple(c.name for c in parts if c.name not in borrowed)
+        if not self.share:
+            return components, names_of(components), names_of(components)
+        split = {c.name: self._split(c) for c in components if c.state in STATES}
+        own = tuple(split[c.name][0] if c.name in split else c for c in components)
+        borrowed = tuple(first for _, first in split.values())
+        return own + borrowed, names_of(own + borrowed), names_of(own)
 
-    def _split(self, c: Component) -> tuple[Component, ...]:
+    def _split(self, c: Component) -> tuple[Component, Component]:
+        """A layer's own part of a component, and the part that is layer 1's."""
         size = c.features[0]
         borrowed = round(size * self.share)
         require(abs(borrowed - size * self.share) < 1e-9 and borrowed < size,
                 f"SkipV1: a share of {self.share} of the {size} of {c.name} {c.features} is not a whole number below "
                 f"{size}: change the share, or the size")
-        if not borrowed:
-            return (c,)
         def part(name: str, n: int) -> Component:
             return dataclasses.replace(c, name=name, features=(n, *c.features[1:]), axis=0)
         return part(c.name, size - borrowed), part(f"{c.name}_first", borrowed)

@@ -20,6 +20,7 @@ from kvjax.convert.huggingface import from_huggingface
 from kvjax.convert.settings import CONFIG, read_settings
 from kvjax.data.tokenizers import Tokenizer, load_tokenizer
 from kvjax.model import abstract_parameters
+from kvjax.sharding import default_device
 from kvjax.training.checkpoint import restore_params
 
 PARAMS, TOKENIZER, TOKENIZER_FILE = "params", "tokenizer", "tokenizer.json"
@@ -46,7 +47,7 @@ def save_model(folder: Path | str, config: ModelConfig, params: Any, tokenizer: 
 
 
 def load_model(source: Path | str) -> Model:
-    """Configuration, float32 parameters and tokenizer (None if it brings none) of a trained model.
+    """Configuration, float32 parameters on JAX's default device, and tokenizer (None: it brings none) of a model.
 
     Args:
         source: the folder of a run, whose newest intact checkpoint is taken; a folder of `save_model`; a Hugging Face
@@ -60,12 +61,14 @@ def load_model(source: Path | str) -> Model:
         return from_gguf(source)
     keys = read_settings(source).values.keys()
     if "model_type" in keys:
-        return *from_huggingface(source), _tokenizer(source)
-    if {"model", "train"} <= keys:
+        model = from_huggingface(source)
+    elif {"model", "train"} <= keys:
         config, params, _ = restore_params(source)
-        return config.model, params, _tokenizer(source / TOKENIZER)
-    require("attention" in keys, _no_model(source))
-    return _load_converted(source)
+        model = config.model, params
+    else:
+        require("attention" in keys, _no_model(source))
+        model = _load_converted(source)
+    return *model, load_model_tokenizer(source)
 
 
 def load_model_config(source: Path | str) -> ModelConfig:
@@ -89,13 +92,19 @@ def _no_model(source: Path) -> str:
             "nor attention (a converted model)")
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
+def load_model_tokenizer(source: Path | str) -> Tokenizer | None:
+    """The tokenizer of `load_model`, without reading weights; None if the model brings none."""
+    source = Path(source)
+    if source.suffix == ".gguf":
+        from kvjax.convert.gguf import tokenizer_of_gguf
+        return tokenizer_of_gguf(source)
+    folder = source if "model_type" in read_settings(source).values else source / TOKENIZER
     return load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else None
 
 
-def _load_converted(folder: Path) -> Model:
+def _load_converted(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     config = load(ModelConfig, folder / CONFIG)
-    place = SingleDeviceSharding(jax.local_devices()[0])
+    place = SingleDeviceSharding(default_device())
     abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=place),
                             abstract_parameters(config))
     weights = (folder / PARAMS).absolute()
@@ -107,4 +116,4 @@ def _load_converted(folder: Path) -> Model:
     except Exception as error:  # Orbax and TensorStore raise a dozen types for files that are cut or missing
         raise ConfigError(f"{weights} cannot be read: {type(error).__name__}: "
                           f"{str(error).splitlines()[0][:200] if str(error) else ''}") from error
-    return config, params, _tokenizer(folder / TOKENIZER)
+    return config, params

@@ -10,16 +10,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from kvjax.attention import GroupedQuery, LinearScaling, RopeScaling, YarnScaling
 from kvjax.config import ConfigError, ModelConfig, require
-from kvjax.convert.layouts import Layout, Tensor, leaf_paths, leaf_shapes
+from kvjax.convert.layouts import LAYER, Layout, Tensor, on_device
 from kvjax.data.tokenizers import SubwordTokenizer, check_vocabulary
-from kvjax.model.parameters import shape_differences, shapes_of, unflat
+from kvjax.model.parameters import shape_differences
 
 ARCHITECTURE = "llama"
 HEAD = "output.weight"
@@ -31,7 +30,7 @@ SETTINGS = {
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "vocab_size"}
 """Settings of the architecture that are read or say nothing about the model; any other one could change it."""
-ROTATED = ("attention/q_proj", "attention/k_proj", "attention/q_bias", "attention/k_bias")
+ROTATED = {f"{LAYER}attention/{leaf}" for leaf in ("q_proj", "k_proj", "q_bias", "k_bias")}
 CONTROL_TOKENS, USER_TOKEN = (2, 3), 4
 """Values of tokenizer.ggml.token_type: unknown and control; defined by the user."""
 Values = dict[str, Any]
@@ -81,6 +80,12 @@ def config_of_gguf(path: Path | str) -> ModelConfig:
     """The configuration of `from_gguf`, without the weights. Raises what that raises for it."""
     _, values, tensors = _open(Path(path))
     return _read_config(values, set(tensors))
+
+
+def tokenizer_of_gguf(path: Path | str) -> SubwordTokenizer:
+    """The tokenizer of `from_gguf`. Raises what that raises for it."""
+    _, values, _ = _open(Path(path))
+    return _read_tokenizer(values, str(path))
 
 
 def _open(path: Path) -> tuple[ModuleType, Values, dict[str, Any]]:
@@ -167,15 +172,10 @@ def _read_params(gguf: ModuleType, config: ModelConfig, tensors: dict[str, Any])
     found = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
     lines = shape_differences(found, wanted)
     require(not lines, "\n  ".join(["the tensors are not those of the model that the file describes:", *lines]))
-    leaves = shapes_of(config)
-    arrays = {path: np.empty(shape, np.float32) for path, shape in leaves.items()}
-    for name, tensor, layer in LAYOUT.tensors(config):
-        matrix = _dequantised(gguf, tensors[name]).reshape(wanted[name])
-        (path,), (leaf,) = leaf_paths(tensor, layer), tensor.split(matrix, leaf_shapes(tensor, layer, leaves))
-        arrays[path][... if layer is None else layer] = halves(leaf) if tensor.leaves[0] in ROTATED else leaf
-    for path in leaves:  # one at a time: a second copy of all of them may not fit
-        arrays[path] = jnp.asarray(arrays[path])
-    return unflat(arrays)
+    arrays = LAYOUT.params(config, lambda name: _dequantised(gguf, tensors[name]).reshape(wanted[name]))
+    for path in ROTATED & arrays.keys():
+        arrays[path] = halves(arrays[path])
+    return on_device(arrays)
 
 
 def _dequantised(gguf: ModuleType, tensor: Any) -> np.ndarray:

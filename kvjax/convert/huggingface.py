@@ -11,16 +11,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.config import ModelConfig, require
 from kvjax.convert.architectures import ARCHITECTURES, read_config, write_config
 from kvjax.convert.checks import check_params, prepare_folder
-from kvjax.convert.layouts import HEAD, Layout, leaf_paths, leaf_shapes
+from kvjax.convert.layouts import HEAD, Layout, leaf_paths, on_device
 from kvjax.convert.settings import CONFIG, Settings, read_settings
 from kvjax.convert.weight_files import FLOATS, WeightFiles, write_weights
-from kvjax.model.parameters import Shapes, flat, shape_differences, shapes_of, unflat
+from kvjax.model.parameters import Shapes, flat, shape_differences
 
 DTYPES = ("float32", "bfloat16")
 SHARD_BYTES = 5 * 10**9
@@ -48,17 +47,9 @@ def from_huggingface(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _read_params(folder: Path, settings: Settings, config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    leaves = shapes_of(config)
     with WeightFiles(folder) as files:
         sources = _sources(files, settings, config, layout)
-        arrays = {path: np.empty(shape, np.float32) for path, shape in leaves.items()}
-        for name, tensor, layer in layout.tensors(config):
-            parts = tensor.split(files.read(sources[name]), leaf_shapes(tensor, layer, leaves))
-            for path, part in zip(leaf_paths(tensor, layer), parts, strict=True):
-                arrays[path][... if layer is None else layer] = part
-    for path in leaves:  # one at a time: a second copy of all of them may not fit
-        arrays[path] = jnp.asarray(arrays[path])
-    return unflat(arrays)
+        return on_device(layout.params(config, lambda name: files.read(sources[name])))
 
 
 def _sources(files: WeightFiles, settings: Settings, config: ModelConfig, layout: Layout) -> dict[str, str]:

@@ -5,14 +5,16 @@ Everything here is transposing, reshaping, splitting and joining: bits are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.config import ModelConfig
-from kvjax.model.parameters import Shapes, shapes_of
+from kvjax.model.parameters import Shapes, shapes_of, unflat
 
 LAYER = "segment_0/layer_0/"
 """Where the stacked leaves of models without a sharing scheme lie."""
@@ -93,6 +95,21 @@ class Layout:
         leaves = shapes_of(config)
         return {name: tensor.shape(leaf_shapes(tensor, layer, leaves))
                 for name, tensor, layer in self.tensors(config)}
+
+    def params(self, config: ModelConfig, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+        """A model's leaves by path, float32, of the tensors that `read` gives for their full names."""
+        leaves = shapes_of(config)
+        arrays = {path: np.empty(shape, np.float32) for path, shape in leaves.items()}
+        for name, tensor, layer in self.tensors(config):
+            parts = tensor.split(read(name), leaf_shapes(tensor, layer, leaves))
+            for path, part in zip(leaf_paths(tensor, layer), parts, strict=True):
+                arrays[path][... if layer is None else layer] = part
+        return arrays
+
+
+def on_device(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Leaves by path as a tree of JAX arrays. Empties `arrays` on its way: a second copy of all may not fit."""
+    return unflat({path: jnp.asarray(arrays.pop(path)) for path in list(arrays)})
 
 
 def leaf_paths(tensor: Tensor, layer: int | None) -> list[str]:

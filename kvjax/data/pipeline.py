@@ -25,7 +25,7 @@ from kvjax.config import DataConfig, require
 from kvjax.data.packing import PackedRows, StreamRows
 from kvjax.data.sources import Splits, load_documents
 from kvjax.data.token_arrays import TokenArray, open_splits, tokenize
-from kvjax.data.tokenizers import Tokenizer
+from kvjax.data.tokenizers import Tokenizer, load_tokenizer
 
 Batch = dict[str, np.ndarray]
 _EPOCHS = 2**31  # no end in practice; Grain's own endless repeat overflows when batches hold one row
@@ -165,10 +165,16 @@ def token_splits(config: DataConfig, tokenizer: Tokenizer) -> Splits[TokenArray]
     if kind != "tokens":
         return _tokenize(config.source, config.validation_fraction, tokenizer)
     splits = open_splits(Path(folder).expanduser())
-    require(splits.train.vocab_size == tokenizer.vocab_size,
-            f"{config.source} was made with a vocabulary of {splits.train.vocab_size}, but the tokenizer has "
-            f"{tokenizer.vocab_size} tokens: use the one saved in {Path(folder) / 'tokenizer'}")
+    _check_same_vocabulary(Path(folder).expanduser() / "tokenizer", tokenizer)
     return splits
+
+
+@functools.lru_cache(maxsize=4)
+def _check_same_vocabulary(saved: Path, tokenizer: Tokenizer) -> None:
+    prepared, given = load_tokenizer(saved).vocabulary(), tokenizer.vocabulary()
+    differing = len(prepared.items() ^ given.items())
+    require(not differing, f"{saved.parent} was made with a vocabulary of {len(prepared)} tokens, and the tokenizer's "
+            f"{len(given)} are others ({differing} differ): use the one saved in {saved}, or prepare the text again")
 
 
 @functools.lru_cache(maxsize=4)

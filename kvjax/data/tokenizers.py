@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without end-of-text; bytes that are not UTF-8 become U+FFFD."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """Id of every token."""
+
     def save(self, folder: Path) -> None:
         """Writes `folder`/tokenizer.json, which `load_tokenizer` reads."""
 
@@ -62,6 +65,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < self.eos_id).decode(errors="replace")
+
+    def vocabulary(self) -> dict[str, int]:
+        return {f"byte {i}": i for i in range(self.vocab_size)}
 
     def save(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -94,6 +100,9 @@ class SubwordTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids))
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
 
     def save(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

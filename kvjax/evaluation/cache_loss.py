@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import track
 
 from kvjax.cache import Cache, init_cache
 from kvjax.config import MeshConfig, require
-from kvjax.data.pipeline import validation_batches
 from kvjax.decoding import decode
-from kvjax.evaluation.run import Restored
+from kvjax.evaluation.held_out import HeldOut
+from kvjax.evaluation.run import Restored, progress
 from kvjax.quantisation import storage_type
 from kvjax.sharding import make_mesh, named
 from kvjax.training.loss import Batch, loss_sums
@@ -110,12 +107,7 @@ def _step(model: nn.Module, params: Any, part: Batch, cache: Cache) -> tuple[Arr
 
 def validation_cache_loss(restored: Restored, dtype, limit: int | None = None) -> CacheLoss:
     """`cache_loss` on a run's held-out split as running text, or on `limit` batches spread evenly over it."""
-    config, mesh = restored.config, restored.mesh
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    rows = -(-config.train.batch_size // config.train.accumulation // ways) * ways
-    text = dataclasses.replace(config.data, pack=False)
-    console = Console(stderr=True)
-    with closing(validation_batches(text, restored.tokenizer, rows, config.model.context_length, limit)) as batches:
-        shown = track(batches, f"{storage_type(dtype)} cache", console=console, transient=True,
-                      disable=not console.is_terminal)
-        return cache_loss(restored.model, restored.params, shown, dtype, mesh=mesh)
+    running = dataclasses.replace(restored.config, data=dataclasses.replace(restored.config.data, pack=False))
+    with HeldOut(running, restored.tokenizer, restored.mesh, limit).batches() as batches:
+        return cache_loss(restored.model, restored.params, progress(batches, f"{storage_type(dtype)} cache"), dtype,
+                          mesh=restored.mesh)

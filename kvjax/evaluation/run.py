@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import closing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -17,15 +17,16 @@ from rich.progress import track
 
 from kvjax.config import Config, ConfigError, MeshConfig, OptimizerConfig, TrainConfig, load, require
 from kvjax.convert.folder import load_model
-from kvjax.data.pipeline import validation_batches, validation_bytes
 from kvjax.data.tokenizers import Tokenizer, load_tokenizer
 from kvjax.evaluation.cache_report import CacheReport
+from kvjax.evaluation.held_out import HeldOut
 from kvjax.evaluation.perplexity import evaluate
 from kvjax.model import build_model
 from kvjax.model.placement import check, parameter_shardings
 from kvjax.sharding import make_mesh
 from kvjax.training.checkpoint import restore_params
 
+T = TypeVar("T")
 FOLDER = "eval"
 """Folder in the run's folder that receives results."""
 
@@ -102,14 +103,16 @@ def _mesh(config: Config) -> Mesh:
 
 def validation_loss(restored: Restored, limit: int | None = None) -> dict[str, float]:
     """Results of `perplexity.evaluate` on the held-out split, or on `limit` batches spread evenly over it."""
-    config = restored.config
-    ways = restored.mesh.shape["data"] * restored.mesh.shape["fsdp"]
-    rows = -(-config.train.batch_size // config.train.accumulation // ways) * ways
-    scope = config.data, restored.tokenizer, rows, config.model.context_length, limit
+    text = HeldOut(restored.config, restored.tokenizer, restored.mesh, limit)
+    with text.batches() as batches:
+        return evaluate(restored.model, restored.params, progress(batches, "validation"), mesh=restored.mesh,
+                        text_bytes=text.size())
+
+
+def progress(items: Iterable[T], title: str) -> Iterable[T]:
+    """The same items, with a bar on a terminal."""
     console = Console(stderr=True)
-    with closing(validation_batches(*scope)) as batches:
-        shown = track(batches, "validation", console=console, transient=True, disable=not console.is_terminal)
-        return evaluate(restored.model, restored.params, shown, mesh=restored.mesh, text_bytes=validation_bytes(*scope))
+    return track(items, title, console=console, transient=True, disable=not console.is_terminal)
 
 
 def results_path(run_dir: Path | str, step: int, limit: int | None, cache: str | None = None) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from kvjax.config import Config, ModelConfig
 from kvjax.model.parameters import parameters
@@ -13,6 +14,13 @@ from kvjax.sharding import check_divides, named
 def parameter_shardings(config: ModelConfig, mesh: Mesh) -> dict:
     """Placement of every weight of a model, as a tree like its parameters."""
     return jax.tree.map(lambda p: named(mesh, *p.axes), parameters(config))
+
+
+def place_parameters(config: ModelConfig, params: dict, mesh: Mesh) -> dict:
+    """A model's weights, in the host's memory and the same in all processes, split over a mesh."""
+    def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return jax.tree.map(place, params, parameter_shardings(config, mesh))
 
 
 def check(config: Config, mesh: Mesh) -> None:

@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from kvjax.config import CheckpointConfig, Config, ConfigError, load, require
 from kvjax.model.parameters import parameters, shape_differences, tree_shapes
 from kvjax.model.placement import parameter_shardings
+from kvjax.sharding import default_device
 from kvjax.training import run_folder
 from kvjax.training.state import TrainState
 
@@ -101,7 +102,7 @@ def restore_params(run_dir: Path | str, step: int | None = None, mesh: Mesh | No
     Args:
       run_dir: folder of the run.
       step: which checkpoint; None: the newest that is intact.
-      mesh: where the parameters are placed, split as in training; None: on the first device.
+      mesh: where the parameters are placed, split as in training; None: on JAX's default device.
     Raises ConfigError if there is no such checkpoint, none is intact, or it is of another architecture.
     """
     run_dir = Path(run_dir)
@@ -140,7 +141,7 @@ def _set_aside(run_dir: Path, step: int) -> None:
 
 def _abstract_params(config: Config, mesh: Mesh | None) -> Any:
     table = parameters(config.model)
-    first = SingleDeviceSharding(jax.devices()[0])
+    first = SingleDeviceSharding(default_device())
     shardings = jax.tree.map(lambda _: first, table) if mesh is None else parameter_shardings(config.model, mesh)
     return jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), table, shardings)
 

@@ -16,8 +16,9 @@ import optax
 from jax.sharding import Mesh
 
 from kvjax.config import Config, require
-from kvjax.data.pipeline import TrainingIterator, training_iterator, validation_batches, validation_bytes
+from kvjax.data.pipeline import TrainingIterator, training_iterator
 from kvjax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, make_tokenizer
+from kvjax.evaluation.held_out import HeldOut
 from kvjax.evaluation.perplexity import evaluate
 from kvjax.flops import training_flops_per_token
 from kvjax.model import build_model
@@ -51,10 +52,9 @@ class Run:
 
     def validation(self, params: Any, limit: int | None) -> dict[str, float]:
         """Results of `evaluate` on the held-out split, or on `limit` batches spread over it."""
-        rows = self.config.train.batch_size // self.config.train.accumulation
-        scope = self.config.data, self.tokenizer, rows, self.config.model.context_length, limit
-        with closing(validation_batches(*scope)) as batches:
-            return evaluate(self.model, params, batches, mesh=self.mesh, text_bytes=validation_bytes(*scope))
+        text = HeldOut(self.config, self.tokenizer, self.mesh, limit)
+        with text.batches() as batches:
+            return evaluate(self.model, params, batches, mesh=self.mesh, text_bytes=text.size())
 
 
 def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devices: Sequence[jax.Device] | None = None,

@@ -3,58 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from contextlib import closing
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.table import Table
 
-from kvjax.config import Config, ModelConfig, require
-from kvjax.convert.folder import load_model, load_model_config
+from kvjax.config import Config, MeshConfig, ModelConfig, require
+from kvjax.convert.folder import load_model, load_model_config, load_model_tokenizer
 from kvjax.convert.uptrain import Conversion, check_conversion, convert, needs_text
 from kvjax.convert.uptrain.calibration import calibrate
-from kvjax.data.pipeline import training_iterator, validation_batches
+from kvjax.data.pipeline import training_iterator
 from kvjax.data.tokenizers import Tokenizer
+from kvjax.evaluation.held_out import HeldOut
 from kvjax.evaluation.perplexity import evaluate
 from kvjax.model import build_model
-from kvjax.model.placement import check, parameter_shardings
+from kvjax.model.placement import check, place_parameters
+from kvjax.sharding import make_mesh
 from kvjax.training.run_folder import CONVERSION
 
 CALIBRATION_TOKENS = 16_384
 
 
 class Source:
-    """A trained model that a run starts from. Its weights are read when they are needed, and let go after that."""
+    """A trained model that a run starts from. Its weights are read when they are needed, and let go after that.
+
+    With several processes each reads the whole model, into its host's memory.
+    """
 
     def __init__(self, path: Path | str):
         """Reads the configuration only. Raises ConfigError if `path` is no model that `load_model` reads."""
         self.path, self.model = Path(path), load_model_config(path)
 
     @cached_property
-    def _loaded(self) -> tuple[dict[str, Any], Tokenizer | None]:
-        _, params, tokenizer = load_model(self.path)
-        return jax.device_get(params), tokenizer
-
-    @property
     def params(self) -> dict[str, Any]:
         """The weights, in the host's memory."""
-        return self._loaded[0]
+        with _on_the_host():
+            return jax.device_get(load_model(self.path)[1])
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises ConfigError if the model brings none: text of another tokenizer would mean nothing to it."""
-        tokenizer = self._loaded[1]
+        tokenizer = load_model_tokenizer(self.path)
         require(tokenizer is not None, f"{self.path} brings no tokenizer: put its tokenizer.json beside the weights")
         return tokenizer
 
     def release(self) -> None:
         """Lets go of the weights."""
-        self.__dict__.pop("_loaded", None)
+        self.__dict__.pop("params", None)
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,10 @@ def convert_source(source: Source, config: Config, tokenizer: Tokenizer, mesh: M
 
     Raises ConfigError if there is no such conversion.
     """
-    placed = jax.device_put(source.params, parameter_shardings(source.model, mesh))
     before = dataclasses.replace(source.model, dtype=config.model.dtype)
-    source_loss = _loss(before, placed, config, tokenizer, mesh)
+    placed = place_parameters(before, source.params, mesh)
+    text = HeldOut(config, tokenizer, mesh, config.train.eval_batches)
+    source_loss = _loss(before, placed, text)
     calibration = None
     if needs_text(config.model):
         rows = config.train.batch_size // config.train.accumulation
@@ -83,9 +90,26 @@ def convert_source(source: Source, config: Config, tokenizer: Tokenizer, mesh: M
                                        config.train.seed)) as batches:
             calibration = calibrate(source.model, placed, batches, CALIBRATION_TOKENS)
     del placed
-    conversion = convert(source.model, source.params, config.model, calibration)
-    params = jax.device_put(jax.device_get(conversion.params), parameter_shardings(config.model, mesh))
-    return Start(conversion, params, source_loss, _loss(config.model, params, config, tokenizer, mesh))
+    with _on_the_host():
+        conversion = convert(source.model, source.params, config.model, calibration)
+    params = jax.device_get(conversion.params)
+    multihost_utils.assert_equal(_digest(params), "the processes have not made the same model of the source: their "
+                                                  "machines compute differently; convert it with one process first")
+    params = place_parameters(config.model, params, mesh)
+    return Start(conversion, params, source_loss, _loss(config.model, params, text))
+
+
+@contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Computes with the CPU and its memory: a whole model need not fit on one accelerator."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.set_mesh(make_mesh(MeshConfig(), [cpu])), jax.default_device(cpu):
+        yield
+
+
+def _digest(params: Any) -> np.ndarray:
+    return np.uint32(functools.reduce(lambda crc, x: zlib.crc32(np.ascontiguousarray(x), crc),
+                                      jax.tree.leaves(params), 0))
 
 
 def check_source(source: Source, config: Config, mesh: Mesh) -> None:
@@ -95,11 +119,9 @@ def check_source(source: Source, config: Config, mesh: Mesh) -> None:
                                                                 sharing=None)), mesh)
 
 
-def _loss(model: ModelConfig, params: Any, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> float:
-    rows = config.train.batch_size // config.train.accumulation
-    batches = validation_batches(config.data, tokenizer, rows, config.model.context_length, config.train.eval_batches)
-    with closing(batches):
-        return evaluate(build_model(model), params, batches, mesh=mesh)["loss"]
+def _loss(model: ModelConfig, params: Any, text: HeldOut) -> float:
+    with text.batches() as batches:
+        return evaluate(build_model(model), params, batches, mesh=text.mesh)["loss"]
 
 
 def write_report(start: Start, folder: Path) -> None:

@@ -25,7 +25,12 @@ from kvjax.attention import (
 )
 from kvjax.convert.uptrain import convert, needs_text
 from kvjax.convert.uptrain.calibration import calibrate
-from kvjax.convert.uptrain.heads import matching_pairs, mean_rotation, unrotated_r_squared
+from kvjax.convert.uptrain.heads import (
+    loss_by_other_frequencies,
+    loss_without_rotation,
+    matching_pairs,
+    mean_rotation,
+)
 from kvjax.convert.uptrain.kronecker import alternate, product
 from kvjax.convert.uptrain.regression import least_squares, r_squared, reduced_rank
 from kvjax.model.activations import layer_inputs
@@ -202,27 +207,30 @@ def test_reduced_rank_regression_is_the_best_map_of_its_rank():
     np.testing.assert_allclose(x @ down @ up, x @ least_squares(x, y), atol=1e-4)
 
 
-def test_lost_rotation_counts_as_the_mean_over_distances():
-    random = np.random.default_rng(1)
-    keys, length = random.normal(size=(300, 1, 2)), 16
-    frequency = np.array([0.3])
-    weight = np.tile(mean_rotation(frequency, length), 2)
-    imitated = 0.5 * keys
-    error, pairs = 0.0, 0
-    for query in range(length):
-        for key in range(query + 1):
-            angle = 0.3 * (query - key)
-            turned = keys @ np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
-            error, pairs = error + ((turned - imitated) ** 2).sum(), pairs + 1
-    expected = 1 - error / pairs / ((keys - keys.mean(axis=0)) ** 2).sum()
-    assert unrotated_r_squared(keys, np.array([0, 1]), weight, imitated) == pytest.approx(expected, abs=1e-9)
+def turned(keys, angle):
+    return keys @ np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+
+
+def mean_over_distances(error, length):
+    """Of error(distance), over all pairs of a query and a key before it."""
+    return np.mean([error(query - key) for query in range(length) for key in range(query + 1)])
+
+
+def test_lost_and_other_rotations_count_as_the_mean_over_distances():
+    keys, length = np.random.default_rng(1).normal(size=(300, 1, 2)), 16
+    weight = np.tile(mean_rotation(np.array([0.3]), length), 2)
+    lost = mean_over_distances(lambda t: ((turned(keys, 0.3 * t) - 0.5 * keys) ** 2).sum(), length)
+    assert loss_without_rotation(keys, 0.5 * keys, weight) == pytest.approx(lost)
+    other = mean_over_distances(lambda t: ((turned(keys, 0.3 * t) - turned(keys, 0.25 * t)) ** 2).sum(), length)
+    assert loss_by_other_frequencies(keys, np.array([0.05]), length) == pytest.approx(other)
 
 
 def test_narrow_rotations_take_the_source_pairs_of_their_frequencies():
-    pairs, exact = matching_pairs(Rope(), 64, 32)
-    assert pairs.tolist() == list(range(0, 32, 2)) and exact.all()
-    pairs, exact = matching_pairs(Rope(), 64, 24)
-    assert len(set(pairs)) == 12 and exact[0] and not exact.all()
+    pairs, difference = matching_pairs(Rope(), 64, 32)
+    assert pairs.tolist() == list(range(0, 32, 2)) and not difference.any()
+    pairs, difference = matching_pairs(Rope(), 64, 24)
+    assert len(set(pairs)) == 12 and difference[0] == 0
+    np.testing.assert_allclose(difference[1:], (10_000 ** (-pairs / 32) - 10_000 ** (-np.arange(12) / 12))[1:])
     assert matching_pairs(Rope(None), 8, 4)[0].tolist() == [0, 1]
 
 

@@ -15,7 +15,7 @@ from kvjax.data.pipeline import token_splits, training_iterator, validation_batc
 from kvjax.data.prepare import prepare
 from kvjax.data.sources import load_documents
 from kvjax.data.token_arrays import open_splits
-from kvjax.data.tokenizers import make_tokenizer
+from kvjax.data.tokenizers import build_tokenizer, make_tokenizer
 
 
 @pytest.fixture
@@ -119,8 +119,9 @@ def test_damaged_folders(jsonl, tmp_path, tokenizer):
     out = tmp_path / "tokens"
     prepare(str(jsonl), out, tokenizer="bpe:300", validation_fraction=0.2)
     config = DataConfig(source=f"tokens:{out}")
-    with pytest.raises(ConfigError, match="vocabulary of 300, but the tokenizer has 256"):
-        token_splits(config, tokenizer)
+    for other in (tokenizer, build_tokenizer("bpe:300", lambda: ["quite another text " * 9])):
+        with pytest.raises(ConfigError, match=f"vocabulary of 300 tokens, and the tokenizer's {other.vocab_size} are"):
+            token_splits(config, other)
     chosen = make_tokenizer(config)
     tokens = np.memmap(out / "train.bin", np.uint16, "r+")
     tokens[3] = 300

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.attention import CrossLayer
 from kvjax.config import ConfigError, save
 from kvjax.config_files import load_config
 from kvjax.training.checkpoint import restore_params
@@ -155,15 +156,24 @@ def test_sigterm_saves_and_the_same_command_resumes(start, config_file, config, 
     assert int(state.step) == step + 2 and list(losses(tmp_path / "run")) == list(range(1, step + 3))
 
 
-def test_two_processes_equal_one(start, config_file, config, changed, tmp_path, one_device):
+@pytest.fixture
+def two_processes(start):
+    """two_processes(*arguments) -> what both said, after they ended well."""
+    def run(*arguments):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        processes = [start(*arguments, "--distributed", "--coordinator", address, "--process-id", i,
+                           "--process-count", 2) for i in range(2)]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+        return outputs
+    return run
+
+
+def test_two_processes_equal_one(two_processes, config_file, config, changed, tmp_path, one_device):
     config = changed(config, train=dict(steps=3, log_every=1, accumulation=2), mesh=dict(data=1, fsdp=2))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [start(config_file(config), "--run-dir", tmp_path / "two", "--distributed", "--coordinator", address,
-                       "--process-id", i, "--process-count", 2) for i in range(2)]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    outputs = two_processes(config_file(config), "--run-dir", tmp_path / "two")
     assert "step 3/3" in outputs[0] and "step 3/3" not in outputs[1]
 
     state = train(changed(config, mesh=dict(fsdp=1)), tmp_path / "one", devices=one_device)
@@ -172,3 +182,20 @@ def test_two_processes_equal_one(start, config_file, config, changed, tmp_path, 
     _, params, step = restore_params(tmp_path / "two")
     assert step == 3
     chex.assert_trees_all_close(jax.device_get(params), jax.device_get(state.params), atol=1e-3)
+
+
+def test_two_processes_start_from_a_trained_model_as_one_does(
+        two_processes, script, config_file, config, changed, tmp_path, one_device):
+    base = changed(config, model=dict(dropout=0.0), train=dict(steps=1, eval_every=1000),
+                   optimizer=dict(warmup_steps=0))
+    train(base, tmp_path / "base", devices=one_device)
+    target = changed(base, model=dict(sharing=CrossLayer(2)), train=dict(steps=2, log_every=1, batch_size=128))
+    arguments = config_file(target), "--init-from", str(tmp_path / "base")
+    two_processes(*arguments, "--run-dir", tmp_path / "two", "--mesh.fsdp", "2", "--mesh.data", "1")
+    script.main([*arguments, "--run-dir", str(tmp_path / "one"), "--mesh.data", "8"])
+    one, two = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("one", "two"))
+    for loss in ("source_loss", "converted_loss"):
+        assert two[loss] == pytest.approx(one[loss], abs=1e-4)
+    assert [fit["layer"] for fit in two["fits"]] == [0, 0, 1, 1]
+    np.testing.assert_allclose(list(losses(tmp_path / "two").values()), list(losses(tmp_path / "one").values()),
+                               rtol=1e-4)

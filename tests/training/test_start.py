@@ -38,10 +38,10 @@ def uptrained(config, folder, sharing, **train_settings):
     return dataclasses.replace(config, model=model, train=settings, optimizer=schedule)
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_a_run_starts_from_a_converted_model_and_says_what_that_cost(base, tmp_path, count, capsys):
+@pytest.mark.parametrize("devices", [slice(1), slice(8), slice(4, 8)], ids=["one", "all", "not the first"])
+def test_a_run_starts_from_a_converted_model_and_says_what_that_cost(base, tmp_path, devices, capsys):
     config, folder = base
-    source, devices = Source(folder), jax.devices()[:count]
+    source, devices = Source(folder), jax.devices()[devices]
     target = uptrained(config, folder, SkipV1(), steps=4)
     state = train(target, tmp_path / "run", devices=devices, source=source, stop_after=1)
     told = json.loads((tmp_path / "run" / "conversion.json").read_text())

@@ -21,7 +21,7 @@ from kvjax.convert.uptrain.regression import Calibration, Fit
 from kvjax.model.layers import stack_layers, unstack_layers
 from kvjax.model.parameters import layer_spec
 
-FREE = ("attention", "sharing", "window", "dropout", "dtype", "remat", "output_init", "context_length")
+MAY_DIFFER = ("attention", "sharing", "window", "dropout", "dtype", "remat", "output_init", "context_length")
 """Settings of the model in which source and target may differ."""
 
 
@@ -113,7 +113,7 @@ def _attention(source: ModelConfig, layers: list, target: ModelConfig,
 
 
 def _refuse_other_sizes(source: ModelConfig, target: ModelConfig) -> None:
-    free = FREE if source.positions == "rotary" else FREE[:-1]
+    free = MAY_DIFFER if source.positions == "rotary" else MAY_DIFFER[:-1]
     changed = [f"\n  model.{name}: {old} in the source, {new} in the target"
                for name, (old, new) in differences(source, target).items() if name.split(".")[0] not in free]
     require(not changed, f"source and target differ in more than a conversion changes:{''.join(changed)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from kvjax.config import ModelConfig, require
 from kvjax.convert.uptrain.regression import Calibration
@@ -28,7 +29,7 @@ def calibrate(source: ModelConfig, params: dict[str, Any], batches: Iterator[dic
     while seen < tokens:
         batch = next(batches)
         inputs = layer_inputs(source, params, batch["tokens"], batch.get("segment_ids"))
-        rows.append(np.asarray(inputs.astype(jnp.float32)))
+        rows.append(multihost_utils.process_allgather(inputs.astype(jnp.float32), tiled=True))
         counts.append(np.asarray(batch.get("loss_mask", np.ones_like(batch["tokens"]))) > 0)
         seen += batch["tokens"].size
     inputs, counted = np.concatenate(rows, axis=1), np.concatenate(counts)

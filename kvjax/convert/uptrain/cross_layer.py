@@ -11,13 +11,13 @@ from kvjax.convert.uptrain.heads import (
     affine,
     apply,
     as_complex,
-    flat,
+    as_weights,
+    feature_rows,
     for_query_heads,
     has_bias,
     inputs,
     main_direction,
     mapped,
-    named,
     shared_projection,
     states,
     without_keys_and_values,
@@ -59,12 +59,12 @@ def _share(layers: list[Weights], group: range, calibration: Calibration) -> tup
         kept = without_keys_and_values(layers[i])
         query = affine(layers[i], "q")
         query = _times(query, for_query_heads(factor.conj(), query.shape[1]))
-        converted.append(kept | named(query, "q_proj", "q_bias" if has_bias(first) else None)
+        converted.append(kept | as_weights(query, "q_proj", "q_bias" if has_bias(first) else None)
                          | {"o_proj": absorb_in_output(kept["o_proj"], back)})
     for later in converted[1:]:
         later.pop("qk_norm_k", None)
     biases = ("k_bias", "v_bias") if has_bias(first) else (None, None)
-    converted[0] |= named(key, "k_proj", biases[0]) | named(value, "v_proj", biases[1])
+    converted[0] |= as_weights(key, "k_proj", biases[0]) | as_weights(value, "v_proj", biases[1])
     return converted, fits
 
 
@@ -77,7 +77,7 @@ def _shared_keys(x: np.ndarray, wanted: list[np.ndarray], absorb: bool) -> tuple
             z = np.stack([as_complex(y, pair) for y in wanted], axis=-1)
             factors[:, :, pair] = np.stack([main_direction(z[:, g]) for g in range(heads)], axis=1)
     total = sum(_times(y, factor.conj()) for y, factor in zip(wanted, factors, strict=True))
-    key = least_squares(x, flat(total)).reshape(-1, heads, width)
+    key = least_squares(x, feature_rows(total)).reshape(-1, heads, width)
     return key, factors if absorb else np.ones_like(factors)
 
 

@@ -47,7 +47,7 @@ def affine(layer: Weights, state: str) -> np.ndarray:
     return matrix if bias is None else np.concatenate([matrix, np.asarray(bias, np.float64)[None]])
 
 
-def named(matrix: np.ndarray, param: str, bias: str | None) -> Weights:
+def as_weights(matrix: np.ndarray, param: str, bias: str | None) -> Weights:
     """A projection made by `affine`, as the weights called `param` and, if there is one, `bias`."""
     return {param: matrix} if bias is None else {param: matrix[:-1], bias: matrix[-1]}
 
@@ -73,7 +73,7 @@ def for_query_heads(per_head: np.ndarray, heads: int) -> np.ndarray:
     return np.repeat(per_head, heads // len(per_head), axis=0)
 
 
-def flat(x: np.ndarray) -> np.ndarray:
+def feature_rows(x: np.ndarray) -> np.ndarray:
     """[N, ...] -> [N, features]."""
     return x.reshape(len(x), -1)
 
@@ -91,17 +91,17 @@ def main_direction(z: np.ndarray) -> np.ndarray:
 def matching_pairs(rope: Rope, width: int, narrow: int) -> tuple[np.ndarray, np.ndarray]:
     """The rotary pairs of heads of `width` features that a rotation of `narrow` features stands for.
 
-    Returns: for each of the narrow pairs, the source pair of the nearest frequency, all different; and whether the two
-        frequencies are equal, so that the pair survives as it is.
+    Returns: for each of the narrow pairs, the source pair of the nearest frequency, all different; and by how much the
+        two frequencies differ. Where that is 0 the pair survives as it is.
     """
     if rope.base is None:
-        return np.arange(narrow // 2), np.ones(narrow // 2, bool)
-    source, target = np.log(rope.frequencies(width)), np.log(rope.frequencies(narrow))
+        return np.arange(narrow // 2), np.zeros(narrow // 2)
+    source, target = rope.frequencies(width), rope.frequencies(narrow)
     chosen: list[int] = []
     for frequency in target:
-        order = np.argsort(np.abs(source - frequency), kind="stable")
+        order = np.argsort(np.abs(np.log(source / frequency)), kind="stable")
         chosen.append(next(int(p) for p in order if p not in chosen))
-    return np.array(chosen), np.abs(source[chosen] - target) < 1e-4
+    return np.array(chosen), np.where(np.isclose(source[chosen], target, rtol=1e-4), 0, source[chosen] - target)
 
 
 def mean_rotation(frequencies: np.ndarray, length: int) -> np.ndarray:
@@ -114,15 +114,26 @@ def mean_rotation(frequencies: np.ndarray, length: int) -> np.ndarray:
     return (np.cos(np.outer(frequencies, distance)) * counts).sum(axis=1) / counts.sum()
 
 
-def unrotated_r_squared(keys: np.ndarray, features: np.ndarray, weight: np.ndarray, imitated: np.ndarray) -> float:
-    """R² of keys [N, G, d] of which some features lose their rotation and become `imitated` [N, G, features].
+def loss_without_rotation(x: np.ndarray, imitated: np.ndarray, weight: np.ndarray) -> float:
+    """Squared error of features x [N, G, n] of keys that lose their rotation and become `imitated`.
 
     `weight` is their mean rotation c. Over all distances the mean of |rot(k) - y|² is |c k - y|² + (1 - c²) |k|²: what
-    a constant cannot follow counts as lost. All other features are taken to be exact.
+    a constant cannot follow counts as lost.
     """
-    part = keys[..., features]
-    lost = ((weight * part - imitated) ** 2 + (1 - weight**2) * part**2).sum()
-    return float(1 - lost / ((keys - keys.mean(axis=0)) ** 2).sum())
+    return float(((weight * x - imitated) ** 2 + (1 - weight**2) * x**2).sum())
+
+
+def loss_by_other_frequencies(x: np.ndarray, difference: np.ndarray, length: int) -> float:
+    """Squared error of rotary pairs x [N, G, n] (see `columns`) that are rotated by frequencies off by `difference`.
+
+    At a distance t they are a turn of difference · t away: |rot(k) - rot'(k)|² = 2 (1 - cos(difference · t)) |k|².
+    """
+    return float((2 * (1 - np.tile(mean_rotation(difference, length), 2)) * x**2).sum())
+
+
+def r_squared_of_keys(keys: np.ndarray, lost: float) -> float:
+    """R² of keys [N, G, d] of which the conversion loses so much, as a squared error."""
+    return 1 - lost / float(((keys - keys.mean(axis=0)) ** 2).sum())
 
 
 def columns(pairs: np.ndarray, width: int) -> np.ndarray:

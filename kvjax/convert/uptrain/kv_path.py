@@ -13,18 +13,20 @@ from kvjax.convert.uptrain.heads import (
     absorb_in_output,
     affine,
     apply,
+    as_weights,
     columns,
     for_query_heads,
     has_bias,
     inputs,
+    loss_by_other_frequencies,
+    loss_without_rotation,
     mapped,
     matching_pairs,
     mean_rotation,
-    named,
+    r_squared_of_keys,
     reduced_rank_per_head,
     shared_projection,
     states,
-    unrotated_r_squared,
     without_keys_and_values,
 )
 from kvjax.convert.uptrain.regression import Calibration, Fit, r_squared
@@ -47,12 +49,12 @@ def residual_paths(target: PathResidual, layers: list[Weights],
             bias = f"{state}_bias" if has_bias(layer) else None
             if number % target.layers == 0:
                 rebuilt = truth
-                converted[number] |= named(affine(layer, state), f"{state}_alpha", bias)
+                converted[number] |= as_weights(affine(layer, state), f"{state}_alpha", bias)
                 continue
             x = inputs(calibration, number, has_bias(layer))
             down, up = reduced_rank_per_head(x[0], truth[0] - rebuilt[0], target.delta)
             rebuilt = tuple(y + mapped(apply(half, down), up) for y, half in zip(rebuilt, x, strict=True))
-            converted[number] |= named(down, f"{state}_delta", bias and f"{bias}_delta")
+            converted[number] |= as_weights(down, f"{state}_delta", bias and f"{bias}_delta")
             converted[number] |= {f"{state}_expand": np.swapaxes(up, 1, 2)}
             fits.append(Fit(number, state, r_squared(truth[1], rebuilt[1])))
     return converted, fits
@@ -68,25 +70,25 @@ def concat_paths(target: PathConcat, layers: list[Weights], calibration: Calibra
                  rope: Rope) -> tuple[list[Weights], list[Fit], np.ndarray]:
     """Own parts keep the rotary pairs whose frequencies survive; the shared part stands for all other pairs.
 
-    Keys: delta takes over the surviving pairs as they are. Alpha is not rotated: it is the reduced-rank regression of
+    Keys: delta takes over the pairs of its frequencies, or of the nearest. Alpha is not rotated: the regression of
     the other pairs of all layers, each pair weighed by its mean rotation, and the map back is absorbed in the query
     projection. Values: shared and own parts are regressed in turn, maps back are absorbed in the output projection.
 
     Returns: weights, fits, and the source's rotary pairs that survive in every layer.
     """
     converted, fits, width = [], [], layers[0]["k_proj"].shape[-1]
-    pairs, exact = matching_pairs(rope, width, target.delta)
+    pairs, difference = matching_pairs(rope, width, target.delta)
     for first in range(0, len(layers), target.layers):
         group = range(first, first + target.layers)
-        keys, key_fits = _concat_keys(layers, group, calibration, rope, pairs)
+        keys, key_fits = _concat_keys(layers, group, calibration, rope, pairs, difference)
         values, value_fits = _concat_values(layers, group, calibration, target.delta)
         converted += [without_keys_and_values(layers[i]) | keys[i - first] | values[i - first] for i in group]
         fits += key_fits + value_fits
-    return converted, fits, pairs[exact]
+    return converted, fits, pairs[difference == 0]
 
 
 def _concat_keys(layers: list[Weights], group: range, calibration: Calibration, rope: Rope,
-                 pairs: np.ndarray) -> tuple[list[Weights], list[Fit]]:
+                 pairs: np.ndarray, difference: np.ndarray) -> tuple[list[Weights], list[Fit]]:
     width = layers[0]["k_proj"].shape[-1]
     rest_pairs = np.setdiff1d(np.arange(width // 2), pairs)
     own, rest = columns(pairs, width), columns(rest_pairs, width)
@@ -102,13 +104,15 @@ def _concat_keys(layers: list[Weights], group: range, calibration: Calibration, 
         # Scores q · (alpha up) = (q up^T) · alpha.
         back = strength * for_query_heads(np.swapaxes(up, 1, 2), query.shape[1])
         turned = np.concatenate([np.einsum("dhi,hij->dhj", query[..., rest], back), query[..., own]], axis=-1)
-        weights = named(turned, "q_proj", "q_bias" if bias else None)
-        weights |= named(matrix[..., own], "k_delta", "k_bias_delta" if bias else None)
+        weights = as_weights(turned, "q_proj", "q_bias" if bias else None)
+        weights |= as_weights(matrix[..., own], "k_delta", "k_bias_delta" if bias else None)
         if index == 0 and len(rest):
-            weights |= named(alpha, "k_alpha", "k_bias_alpha" if bias else None)
+            weights |= as_weights(alpha, "k_alpha", "k_bias_alpha" if bias else None)
         made.append(weights)
-        imitated = mapped(apply(test_x, alpha), up)
-        fits.append(Fit(i, "k", unrotated_r_squared(truth[index][1], rest, weight, imitated)))
+        keys = truth[index][1]
+        lost = loss_without_rotation(keys[..., rest], mapped(apply(test_x, alpha), up), weight)
+        lost += loss_by_other_frequencies(keys[..., own], difference, calibration.length)
+        fits.append(Fit(i, "k", r_squared_of_keys(keys, lost)))
     return made, fits
 
 
@@ -132,9 +136,9 @@ def _concat_values(layers: list[Weights], group: range, calibration: Calibration
         predicted = mapped(apply(xs[0][1], alpha), ups[index]) + mapped(apply(xs[index][1], down), up)
         fits.append(Fit(i, "v", r_squared(truth[index][1], predicted)))
         maps = np.concatenate([ups[index], up], axis=1)
-        weights = named(down, "v_delta", "v_bias_delta" if bias else None)
+        weights = as_weights(down, "v_delta", "v_bias_delta" if bias else None)
         weights |= {"o_proj": absorb_in_output(layers[i]["o_proj"], maps)}
         if index == 0 and shared_width:
-            weights |= named(alpha, "v_alpha", "v_bias_alpha" if bias else None)
+            weights |= as_weights(alpha, "v_alpha", "v_bias_alpha" if bias else None)
         made.append(weights)
     return made, fits

@@ -18,11 +18,15 @@ from kvjax.convert.uptrain.heads import (
     absorb_in_output,
     affine,
     as_complex,
-    flat,
+    columns,
+    feature_rows,
     for_query_heads,
+    loss_by_other_frequencies,
+    loss_without_rotation,
     main_direction,
     matching_pairs,
     mean_rotation,
+    r_squared_of_keys,
     refuse_biases_and_norms,
     states,
 )
@@ -42,28 +46,29 @@ def check_latent(source: GroupedQuery, target: Latent) -> None:
 def to_latent(target: Latent, layers: list[Weights], calibration: Calibration, rope: Rope,
               norm_eps: float) -> tuple[list[Weights], list[Fit], np.ndarray]:
     """Weights, fits, and the source's rotary pairs that survive (one direction of all heads each)."""
-    pairs, exact = matching_pairs(rope, layers[0]["k_proj"].shape[-1], target.rope_dim)
-    made = [_layer(target, layer, calibration, number, rope, pairs, norm_eps) for number, layer in enumerate(layers)]
-    return [weights for weights, _ in made], [fit for _, fits in made for fit in fits], pairs[exact]
+    pairs, difference = matching_pairs(rope, layers[0]["k_proj"].shape[-1], target.rope_dim)
+    made = [_layer(target, layer, calibration, number, rope, pairs, difference, norm_eps)
+            for number, layer in enumerate(layers)]
+    return [weights for weights, _ in made], [fit for _, fits in made for fit in fits], pairs[difference == 0]
 
 
 def _layer(target: Latent, layer: Weights, calibration: Calibration, number: int, rope: Rope, pairs: np.ndarray,
-           norm_eps: float) -> tuple[Weights, list[Fit]]:
+           difference: np.ndarray, norm_eps: float) -> tuple[Weights, list[Fit]]:
     keys, values = (states(layer, state, calibration, number) for state in ("k", "v"))
     heads, width = layer["q_proj"].shape[1:]
     shares = [main_direction(as_complex(keys[0], pair)) for pair in pairs]
     weight = np.tile(mean_rotation(rope.frequencies(width), calibration.length), 2)
-    left = [half - _told_by_rotation(half, pairs, shares) for half in keys]
+    told = [_told_by_rotation(half, pairs, shares) for half in keys]
+    left = [half - part for half, part in zip(keys, told, strict=True)]
     bases = _bases(weight * left[0], target.nope_dim), _bases(values[0], target.value_dim)
     wanted = [_in_basis(x, basis) for x, basis in zip((weight * left[0], values[0]), bases, strict=True)]
     down, (k_up, v_up) = _latent_maps(target, calibration.fit[number], wanted, norm_eps)
     latent = _normed(calibration.test[number] @ down, norm_eps)
     made = [np.einsum("nc,cgf,gdf->ngd", latent, up, basis, optimize=True)
             for up, basis in zip((k_up, v_up), bases, strict=True)]
-    # What a constant cannot follow of a rotation counts as lost.
-    lost = ((weight * left[1] - made[0]) ** 2 + (1 - weight**2) * left[1] ** 2).sum()
-    fits = [Fit(number, "k", float(1 - lost / ((keys[1] - keys[1].mean(axis=0)) ** 2).sum())),
-            Fit(number, "v", r_squared(values[1], made[1]))]
+    lost = loss_without_rotation(left[1], made[0], weight)
+    lost += loss_by_other_frequencies(told[1][..., columns(pairs, width)], difference, calibration.length)
+    fits = [Fit(number, "k", r_squared_of_keys(keys[1], lost)), Fit(number, "v", r_squared(values[1], made[1]))]
     expanded = lambda up: np.moveaxis(for_query_heads(np.moveaxis(up, 1, 0), heads), 0, 1)
     scale = (target.score_dim / width) ** 0.5 / rope.score_factor
     # Scores of what is not rotated any more are given the factor that rotations bring.
@@ -102,11 +107,11 @@ def _latent_maps(target: Latent, x: np.ndarray, wanted: list[np.ndarray],
 
     Keys and values weigh the same. Maps are fitted after the norm, whose factor differs from token to token.
     """
-    balanced = [flat(y) / max(np.linalg.norm(y), 1e-9) for y in wanted]
+    balanced = [feature_rows(y) / max(np.linalg.norm(y), 1e-9) for y in wanted]
     down, _ = reduced_rank(x, np.concatenate(balanced, axis=1), target.latent_dim)
     down /= np.sqrt(((x @ down) ** 2).mean())
     latent = _normed(x @ down, norm_eps)
-    return down, [least_squares(latent, flat(y)).reshape(target.latent_dim, *y.shape[1:]) for y in wanted]
+    return down, [least_squares(latent, feature_rows(y)).reshape(target.latent_dim, *y.shape[1:]) for y in wanted]
 
 
 def _normed(latent: np.ndarray, eps: float) -> np.ndarray:
