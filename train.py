@@ -50,21 +50,32 @@ def option(arguments: list[str], name: str) -> str | None:
     return None
 
 
-def trained_model(path: str | None):
+def trained_model(arguments: list[str]):
     """What `--init-from` names; None without it."""
+    path = option(arguments, "--init-from")
     if path is None:
         return None
     from kvjax.training.start import Source
 
-    return Source(path)
+    return Source(path, option(arguments, "--run-dir") or run_dir(config_name(arguments)))
+
+
+def config_name(arguments: list[str]) -> str:
+    """The configuration's name or path, which comes first."""
+    return arguments[0] if arguments and not arguments[0].startswith("-") else "quickstart"
+
+
+def run_dir(name: str) -> Path:
+    """Where a configuration trains unless told otherwise."""
+    return Path("runs") / Path(name).stem
 
 
 def parse(arguments: list[str], source: ModelConfig | None = None) -> Arguments:
     """Typed arguments; ends the program with a message and the nearest names if they can't be understood."""
-    name = arguments[0] if arguments and not arguments[0].startswith("-") else "quickstart"
+    name = config_name(arguments)
     config = load_config(name, source)
     if source:
-        config = replace(config, train=replace(config.train, init_from=option(arguments, "--init-from")))
+        config = replace(config, train=replace(config.train, init_from=str(Path(option(arguments, "--init-from")))))
     default = Arguments(name, config)
     parsed = tyro.cli(Arguments, default=default, args=arguments, prog="train.py",
                       description=f"{Arguments.__doc__}\n\nNames:\n{listed_names()}",
@@ -76,7 +87,7 @@ def parse(arguments: list[str], source: ModelConfig | None = None) -> Arguments:
 
 
 def main(arguments: list[str]) -> None:
-    source = trained_model(option(arguments, "--init-from"))
+    source = trained_model(arguments)
     args = parse(arguments, source and source.model)
     processes = (args.coordinator, args.process_id, args.process_count)
     require(args.distributed or processes == (None, None, None),
@@ -103,7 +114,7 @@ def main(arguments: list[str]) -> None:
     from kvjax.training.report import settings
     if jax.process_index() == 0:
         print(settings(args.config))
-    train(args.config, args.run_dir or Path("runs") / Path(args.name).stem, overwrite=args.overwrite, source=source)
+    train(args.config, args.run_dir or run_dir(args.name), overwrite=args.overwrite, source=source)
 
 
 if __name__ == "__main__":

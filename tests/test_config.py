@@ -7,7 +7,7 @@ import pytest
 from variants import CASES, model_config
 
 import kvjax
-from kvjax.attention import GroupedQuery, Kronecker
+from kvjax.attention import GroupedQuery, Kronecker, PathResidual
 from kvjax.config import (
     CheckpointConfig,
     Config,
@@ -38,6 +38,17 @@ CONFIG = Config(model=model_config(CASES["kpa"].attention), train=TrainConfig(st
     (lambda: model_config(CASES["kpa"].attention, dtype="bf16"), "'bf16': choose one of float32.*bfloat16"),
     (lambda: model_config(CASES["kpa"].attention, dropout=1.0), "dropout is 1.0"),
     (lambda: model_config(CASES["kpa"].attention, window=0), "window is 0"),
+    (lambda: model_config(CASES["kpa"].attention, rope_base=float("inf")), "rope_base is inf: a finite number"),
+    (lambda: model_config(CASES["kpa"].attention, window=2.5), "window is 2.5: a whole number or None is wanted"),
+    (lambda: model_config(CASES["kpa"].attention, layers=True), "layers is True: a whole number"),
+    (lambda: model_config(CASES["kpa"].attention, rope_scaling=3), "rope_scaling is 3: Variant or None"),
+    (lambda: GroupedQuery(heads="2", kv_heads=2, head_dim=8), "GroupedQuery.heads is '2': a whole number"),
+    (lambda: PathResidual(2, 1.5), "PathResidual.delta is 1.5: a whole number"),
+    (lambda: from_dict(Config, {"model": 3, "train": {"steps": 1, "batch_size": 1}}), "Config.model is 3: ModelConfig"),
+    (lambda: OptimizerConfig(b1=1.0), "b1 is 1.0: it must be at least 0 and below 1"),
+    (lambda: OptimizerConfig(weight_decay=float("nan")), "weight_decay is nan: a finite number"),
+    (lambda: TrainConfig(steps=1, batch_size=1, seed=-1), "seed is -1"),
+    (lambda: TrainConfig(steps=1, batch_size=1, seed=10**20), "seed is 100000000000000000000"),
     (lambda: OptimizerConfig(schedule="cosin"), "did you mean 'cosine'"),
     (lambda: OptimizerConfig(final_lr_fraction=2), "final_lr_fraction is 2"),
     (lambda: DataConfig(validation_fraction=0), "validation_fraction is 0"),

@@ -43,6 +43,7 @@ class GroupedQuery(Attention):
     """The output projection has a bias `o_bias [D]`."""
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("heads", "kv_heads", "head_dim"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be above 0")
         require(self.heads % self.kv_heads == 0,

@@ -45,6 +45,7 @@ class Kronecker(Attention):
     """Queries by one full projection instead of factors."""
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("h1", "h2", "d1", "d2", "q_rank", "k_rank", "v_rank"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be above 0")
         require(self.d2 % 2 == 0, f"d2 is {self.d2}: it must be even, rotary embedding turns pairs of features")

@@ -37,6 +37,7 @@ class PathConcat(Sharing):
     """Features of each head's keys and of its values (or of the latent, or ranks) that are a layer's own."""
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.delta > 0, f"PathConcat.delta is {self.delta}: it must be above 0")
 
     def plan(self, components: tuple[Component, ...], layers: int, window: int | None) -> Plan:
@@ -77,6 +78,7 @@ class PathResidual(Sharing):
     """Features of a correction, per key-value head."""
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.delta > 0, f"PathResidual.delta is {self.delta}: it must be above 0")
 
     def adapt(self, attention: Attention) -> Attention:

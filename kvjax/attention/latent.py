@@ -42,6 +42,7 @@ class Latent(Attention):
     """Rotated pairs are neighbours, as DeepSeek's weights have them; False: halves."""
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("heads", "latent_dim", "rope_dim", "nope_dim", "value_dim"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be above 0")
         require(self.rope_dim % 2 == 0, f"rope_dim {self.rope_dim} is odd: rotary embedding turns pairs of features")

@@ -38,6 +38,7 @@ class LinearScaling(RopeScaling):
     factor: float
 
     def __post_init__(self):
+        super().__post_init__()
         _require_factor(self)
 
     def frequencies(self, base: float, frequencies: np.ndarray) -> np.ndarray:
@@ -55,6 +56,7 @@ class Llama3Scaling(RopeScaling):
     high_frequency_factor: float = 4.0
 
     def __post_init__(self):
+        super().__post_init__()
         _require_factor(self)
         _require_context(self)
         require(self.low_frequency_factor < self.high_frequency_factor,
@@ -88,6 +90,7 @@ class YarnScaling(RopeScaling):
     """The bounds between kept and stretched pairs are rounded to whole pairs."""
 
     def __post_init__(self):
+        super().__post_init__()
         _require_factor(self)
         _require_context(self)
         require(0 < self.beta_slow < self.beta_fast,

@@ -29,6 +29,7 @@ class SkipV1(Sharing):
     """Share of the value heads that is layer 1's; the paper's is a half."""
 
     def __post_init__(self):
+        super().__post_init__()
         require(0 <= self.share < 1, f"SkipV1.share is {self.share}: it must be at least 0 and below 1")
 
     def plan(self, components: tuple[Component, ...], layers: int, window: int | None) -> Plan:

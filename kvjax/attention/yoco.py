@@ -24,6 +24,7 @@ class Yoco(Sharing):
     """W, tokens that the lower half sees."""
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.window > 0, f"Yoco.window is {self.window}: it must be above 0")
 
     def plan(self, components: tuple[Component, ...], layers: int, window: int | None) -> Plan:

@@ -11,7 +11,7 @@ from kvjax.attention import Attention, GroupedQuery, Latent
 from kvjax.config import ConfigError, ModelConfig, differences, require
 from kvjax.convert.layouts import GPT2, LLAMA, Layout
 from kvjax.convert.rope import BASE, read_rope, write_rope
-from kvjax.convert.settings import Settings
+from kvjax.convert.settings import MOST_LAYERS, Settings
 
 LATENT_NORM_EPS = 1e-6
 """What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
@@ -36,7 +36,8 @@ def read_config(settings: Settings) -> tuple[Architecture, ModelConfig]:
     Raises ConfigError for another architecture, and for values that mean a model that kvjax does not have.
     """
     kind = settings.get("model_type")
-    require(kind in ARCHITECTURES, f"model_type is {kind!r}: only {', '.join(ARCHITECTURES)} can be read")
+    # A list, here and in other readers: a file may hold what a dictionary cannot look up.
+    require(kind in [*ARCHITECTURES], f"model_type is {kind!r}: only {', '.join(ARCHITECTURES)} can be read")
     _refuse_unusual(settings)
     architecture = ARCHITECTURES[kind]
     return architecture, architecture.read(settings)
@@ -85,12 +86,16 @@ def _dtype(settings: Settings) -> str:
     return settings.get("dtype", settings.get("torch_dtype", "float32"))
 
 
+def _layers(settings: Settings, name: str = "num_hidden_layers") -> int:
+    return settings.size(name, most=MOST_LAYERS)
+
+
 def _read_rotary(settings: Settings, attention: Attention, **options: Any) -> ModelConfig:
     """What Llama and those after it have in common: rotation, RMSNorm, SwiGLU."""
     settings.only("hidden_act", "silu", "swish")
     base, scaling = read_rope(settings)
     return ModelConfig(
-        attention=attention, vocab_size=settings.size("vocab_size"), layers=settings.size("num_hidden_layers"),
+        attention=attention, vocab_size=settings.size("vocab_size"), layers=_layers(settings),
         width=settings.size("hidden_size"), feed_forward_width=settings.size("intermediate_size"),
         context_length=settings.size("max_position_embeddings"), rope_base=base, rope_scaling=scaling,
         norm_eps=settings.number("rms_norm_eps", 1e-6), tie_embeddings=settings.flag("tie_word_embeddings", False),
@@ -131,10 +136,10 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mistral(settings: Settings) -> ModelConfig:
-    window = settings.values.get("sliding_window", 4096)
+    window = settings.size_or_none("sliding_window", 4096)
     kind = "full_attention" if window is None else "sliding_attention"
-    require(_layer_kinds(settings, kind) == {kind}, f"layer_types is {settings.get('layer_types')} and sliding_window "
-            f"is {window}: Mistral's layers are all alike")
+    require(_layer_kinds(settings, [kind] * _layers(settings)) == {kind}, f"layer_types is "
+            f"{settings.get('layer_types')} and sliding_window is {window}: Mistral's layers are all alike")
     return _read_rotary(settings, _grouped(settings), window=window)
 
 
@@ -142,16 +147,19 @@ def _write_mistral(config: ModelConfig) -> dict[str, Any]:
     return _write_grouped(config) | {"sliding_window": config.window}
 
 
-def _layer_kinds(settings: Settings, *default: str) -> set[str]:
-    return set(settings.get("layer_types", default))
+def _layer_kinds(settings: Settings, default: list[str]) -> set[str]:
+    kinds, layers = settings.get("layer_types", default), _layers(settings)
+    good = isinstance(kinds, list) and len(kinds) == layers and all(isinstance(kind, str) for kind in kinds)
+    require(good, f"layer_types is {kinds!r}: it must be a list of {layers} names, one for each layer")
+    return set(kinds)
 
 
 def _qwen_window(settings: Settings) -> int | None:
     """The window of all layers. Raises ConfigError if only some have one."""
-    window = settings.values.get("sliding_window", 4096) if settings.flag("use_sliding_window", False) else None
-    layers, first = settings.size("num_hidden_layers"), settings.get("max_window_layers", 28)
-    kinds = _layer_kinds(settings, *("sliding_attention" if window and i >= first else "full_attention"
-                                     for i in range(layers)))
+    window = settings.size_or_none("sliding_window", 4096) if settings.flag("use_sliding_window", False) else None
+    layers, first = _layers(settings), settings.size("max_window_layers", 28, least=0)
+    kinds = _layer_kinds(settings, ["sliding_attention" if window and i >= first else "full_attention"
+                                    for i in range(layers)])
     require(kinds in ({"sliding_attention"}, {"full_attention"}),
             f"use_sliding_window is {settings.get('use_sliding_window')}, max_window_layers is {first} and layer_types "
             f"is {settings.get('layer_types')}: kvjax's {layers} layers all have the window, or none")
@@ -186,7 +194,7 @@ def _read_gpt2(settings: Settings) -> ModelConfig:
     require(width % heads == 0, f"n_embd {width} is not a multiple of n_head {heads}")
     return ModelConfig(
         attention=GroupedQuery(heads, heads, width // heads, qkv_bias=True, output_bias=True),
-        vocab_size=settings.size("vocab_size"), layers=settings.size("n_layer"), width=width,
+        vocab_size=settings.size("vocab_size"), layers=_layers(settings, "n_layer"), width=width,
         feed_forward_width=settings.size("n_inner", 4 * width), context_length=settings.size("n_positions"),
         positions="learned", norm="layer", norm_eps=settings.number("layer_norm_epsilon", 1e-5), feed_forward="gelu",
         feed_forward_bias=True, tie_embeddings=settings.flag("tie_word_embeddings", True), dtype=_dtype(settings))
@@ -201,20 +209,19 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 def _read_latent(settings: Settings, interleaved: bool, dense_layers: int) -> ModelConfig:
     """DeepSeek's; `dense_layers` is what first_k_dense_replace is where it is absent."""
-    heads, layers = settings.size("num_attention_heads"), settings.size("num_hidden_layers")
+    heads, layers = settings.size("num_attention_heads"), _layers(settings)
     settings.only("num_key_value_heads", heads, None, why="every head of latent attention has its own keys")
     settings.only("attention_bias", False, None, why="latent attention has no biases here")
     settings.only("mlp_bias", False, None)
     settings.only("rms_norm_eps", LATENT_NORM_EPS, why=f"the norms of DeepSeek's latents have {LATENT_NORM_EPS} "
                   "whatever it says, and kvjax's norms have one for all")
     experts = settings.values.get("n_routed_experts", "not given")
-    dense = settings.get("first_k_dense_replace", dense_layers)
+    dense = settings.size("first_k_dense_replace", dense_layers, least=0)
     require(experts is None or dense >= layers, f"n_routed_experts is {experts} and first_k_dense_replace is {dense} "
             f"of {layers} layers: kvjax has no mixtures of experts, all layers must be dense")
-    require("q_lora_rank" in settings.values, "config.json has no q_lora_rank: it is a number, or null for none")
-    rank = None if settings.values["q_lora_rank"] is None else settings.size("q_lora_rank")
     attention = Latent(heads, settings.size("kv_lora_rank"), settings.size("qk_rope_head_dim"),
-                       settings.size("qk_nope_head_dim"), settings.size("v_head_dim"), rank, interleaved)
+                       settings.size("qk_nope_head_dim"), settings.size("v_head_dim"),
+                       settings.size_or_none("q_lora_rank"), interleaved)
     return _read_rotary(settings, attention)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvjax.config import ModelConfig, require
+from kvjax.config import ConfigError, ModelConfig, require
 from kvjax.model.parameters import shape_differences, shapes_of, tree_shapes
 
 
@@ -16,7 +16,10 @@ def check_params(config: ModelConfig, params: Any, name: str = "these parameters
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes a folder to write to. Raises ConfigError if it holds something already."""
-    require(not folder.exists() or folder.is_dir() and not any(folder.iterdir()),
-            f"{folder} is not an empty folder: choose another")
-    folder.mkdir(parents=True, exist_ok=True)
+    """Makes a folder to write to. Raises ConfigError if it holds something already, or cannot be made."""
+    try:
+        require(not folder.exists() or folder.is_dir() and not any(folder.iterdir()),
+                f"{folder} is not an empty folder: choose another")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}; choose another folder") from error

@@ -35,7 +35,7 @@ def save_model(folder: Path | str, config: ModelConfig, params: Any, tokenizer: 
         config, params: the model.
         tokenizer: saved with it; None: the folder has none.
     Raises:
-        ConfigError: the folder is not empty, or `params` are another model's.
+        ConfigError: the folder is not empty or cannot be made, or `params` are another model's.
     """
     folder = Path(folder)
     check_params(config, params)

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvjax.attention import GroupedQuery, LinearScaling, RopeScaling, YarnScaling
 from kvjax.config import ConfigError, ModelConfig, require
 from kvjax.convert.layouts import LAYER, Layout, Tensor, on_device
+from kvjax.convert.settings import LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS, is_number, is_size
 from kvjax.data.tokenizers import SubwordTokenizer, check_vocabulary
 from kvjax.model.parameters import shape_differences
 
@@ -112,8 +113,8 @@ def _read_config(values: Values, tensors: set[str]) -> ModelConfig:
     architecture = values.get("general.architecture")
     require(architecture == ARCHITECTURE,
             f"general.architecture is {architecture!r}: only {ARCHITECTURE!r} can be read")
-    require(values.get("split.count", 1) <= 1, f"split.count is {values.get('split.count')}: join the parts first, "
-                                               "with llama-gguf-split --merge")
+    require(values.get("split.count", 1) in (0, 1), f"split.count is {values.get('split.count')!r}: join the parts "
+                                                    "first, with llama-gguf-split --merge")
     require(FREQUENCIES not in tensors, f"{FREQUENCIES} stretches the rotary frequencies one by one (as Llama 3.1 "
                                         "does): convert the model's Hugging Face folder instead")
     prefix = f"{ARCHITECTURE}."
@@ -123,8 +124,9 @@ def _read_config(values: Values, tensors: set[str]) -> ModelConfig:
     width, context = _size(settings, "embedding_length"), _size(settings, "context_length")
     return ModelConfig(
         attention=_attention(settings, width, tensors), width=width, context_length=context,
-        vocab_size=_size(settings, "vocab_size", len(values.get("tokenizer.ggml.tokens", ()))),
-        layers=_size(settings, "block_count"), feed_forward_width=_size(settings, "feed_forward_length"),
+        vocab_size=_size(settings, "vocab_size", len(_list(values, "tokens", str))),
+        layers=_size(settings, "block_count", most=MOST_LAYERS),
+        feed_forward_width=_size(settings, "feed_forward_length"),
         rope_base=_number(settings, "rope.freq_base", 10_000.0), rope_scaling=_rope_scaling(settings),
         norm_eps=_number(settings, "attention.layer_norm_rms_epsilon"), tie_embeddings=HEAD not in tensors,
         feed_forward_bias="blk.0.ffn_up.bias" in tensors, dtype="float32")
@@ -142,10 +144,12 @@ def _attention(settings: Values, width: int, tensors: set[str]) -> GroupedQuery:
 
 def _rope_scaling(settings: Values) -> RopeScaling | None:
     kind = settings.get("rope.scaling.type", "linear")
-    factor = _number(settings, "rope.scaling.factor", settings.get("rope.scale_linear") or 1.0)
     require(kind in ("none", "linear", "yarn"), f"llama.rope.scaling.type is {kind!r}: only none, linear and yarn can "
                                                 "be read")
-    if kind == "none" or factor == 1:
+    if kind == "none":
+        return None
+    factor = _number(settings, "rope.scaling.factor", settings.get("rope.scale_linear") or 1.0)
+    if factor == 1:
         return None
     if kind == "linear":
         return LinearScaling(factor)
@@ -154,16 +158,16 @@ def _rope_scaling(settings: Values) -> RopeScaling | None:
                        _number(settings, "rope.scaling.yarn_beta_slow", 1.0))
 
 
-def _size(settings: Values, name: str, default: int | None = None) -> int:
+def _size(settings: Values, name: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
     value = settings.get(name, default)
     require(value is not None, f"the file has no llama.{name}: its model cannot be known")
-    require(type(value) is int and value > 0, f"llama.{name} is {value!r}: one whole number above 0 is wanted")
+    require(is_size(value, most=most), f"llama.{name} is {value!r}: a whole number from 1 to {most:,} is wanted")
     return value
 
 
 def _number(settings: Values, name: str, default: float | None = None) -> float:
     value = settings.get(name, default)
-    require(type(value) in (int, float), f"llama.{name} is {value!r}: a number is wanted")
+    require(is_number(value), f"llama.{name} is {value!r}: a number above 0, and at most {LARGEST_NUMBER:g}, is wanted")
     return float(str(np.float32(value)))  # the file holds float32: 1e-5 is not meant as 9.999999747e-06
 
 
@@ -195,24 +199,38 @@ def _read_tokenizer(values: Values, name: str) -> SubwordTokenizer:
     """Byte-level BPE of the file's vocabulary and merges; `name` says in errors whose it is."""
     kind, cut = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
     require(kind == "gpt2", f"tokenizer.ggml.model is {kind!r}: only 'gpt2' (byte-level BPE) can be read")
-    require(cut in PRE_TOKENIZERS, f"tokenizer.ggml.pre is {cut!r}: how text is cut before merging is known for "
+    require(cut in [*PRE_TOKENIZERS], f"tokenizer.ggml.pre is {cut!r}: how text is cut before merging is known for "
                                    f"{', '.join(PRE_TOKENIZERS)}")
     for flag in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         require(not values.get(f"tokenizer.ggml.{flag}"), f"tokenizer.ggml.{flag} is true: kvjax's tokenizers add "
                                                           "nothing to a text")
-    tokens, types, merges = (values.get(f"tokenizer.ggml.{part}") for part in ("tokens", "token_type", "merges"))
-    require(bool(tokens and types and merges), f"{name} lacks tokenizer.ggml.tokens, token_type or merges")
-    require(len(set(tokens)) == len(tokens), f"tokenizer.ggml.tokens of {name} holds a token twice")
-    try:
-        model = models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split(" ")) for m in merges])
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"the vocabulary and the merges of {name} do not fit together: {error}") from error
-    tokenizer = tokenizers.Tokenizer(model)
+    tokens, merges = _list(values, "tokens", str), _list(values, "merges", str)
+    types = _list(values, "token_type", int)
+    require(len(types) == len(tokens), f"{name} has {len(types)} values of tokenizer.ggml.token_type for "
+                                       f"{len(tokens)} tokens: it is damaged")
+    tokenizer = tokenizers.Tokenizer(_bpe(tokens, merges, name))
     tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[cut](), decoders.ByteLevel()
     tokenizer.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind in CONTROL_TOKENS])
     tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False)
                           for token, kind in zip(tokens, types, strict=True) if kind == USER_TOKEN])
     return SubwordTokenizer(tokenizer, name)
+
+
+def _bpe(tokens: list[str], merges: list[str], name: str) -> models.BPE:
+    require(len(set(tokens)) == len(tokens), f"tokenizer.ggml.tokens of {name} holds a token twice")
+    try:
+        return models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split(" ")) for m in merges])
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"the vocabulary and the merges of {name} do not fit together: {error}") from error
+
+
+def _list(values: Values, part: str, kind: type) -> list[Any]:
+    """A list of the tokenizer's, whose elements must all be of one kind."""
+    value = values.get(f"tokenizer.ggml.{part}")
+    require(value is not None, f"the file lacks tokenizer.ggml.{part}: its tokenizer cannot be known")
+    good = isinstance(value, list) and value and all(isinstance(element, kind) for element in value)
+    require(bool(good), f"tokenizer.ggml.{part} is {str(value)[:80]}: a list of {kind.__name__} is wanted")
+    return value
 
 
 def _gpt2_words() -> pre_tokenizers.PreTokenizer:

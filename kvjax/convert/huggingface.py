@@ -72,9 +72,14 @@ def _sources(files: WeightFiles, settings: Settings, config: ModelConfig, layout
 
 
 def _is_ignored(name: str, settings: Settings, config: ModelConfig, layout: Layout) -> bool:
-    extra = range(config.layers, config.layers + settings.get("num_nextn_predict_layers", 0))
+    extra = range(config.layers, config.layers + settings.size("num_nextn_predict_layers", 0, least=0))
     layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     return bool(re.fullmatch(layout.buffers, name)) or bool(layer) and int(layer[1]) in extra
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError unless `to_huggingface` writes weights of this type."""
+    require(dtype in DTYPES, f"dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
 
 
 def to_huggingface(config: ModelConfig, params: dict[str, Any], folder: Path | str, dtype: str = "float32",
@@ -94,10 +99,10 @@ def to_huggingface(config: ModelConfig, params: dict[str, Any], folder: Path | s
         shard_bytes: above this the weights are split over several files.
     Raises:
         ConfigError: no architecture expresses the model (a sharing scheme, another attention, a soft-cap …), with the
-            reason for each; `params` are another model's; the folder is not empty.
+            reason for each; `params` are another model's; the folder is not empty or cannot be made.
     """
     folder = Path(folder)
-    require(dtype in DTYPES, f"dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     kind, values = write_config(config)
     check_params(config, params)
     prepare_folder(folder)

@@ -10,6 +10,20 @@ from typing import Any
 from kvjax.config import ConfigError, require
 
 CONFIG = "config.json"
+LARGEST_SIZE, MOST_LAYERS = 10**9, 10**5
+"""Above every model, and small enough that counting to it ends."""
+LARGEST_NUMBER = 1e38
+"""What float32 holds, nearly."""
+
+
+def is_size(value: Any, least: int = 1, most: int = LARGEST_SIZE) -> bool:
+    """Whether a value of a file is a whole number within these limits, which true is not."""
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a number above 0 that float32 holds: not infinite, not NaN."""
+    return type(value) in (int, float) and 0 < value <= LARGEST_NUMBER
 
 
 @dataclass(frozen=True)
@@ -23,22 +37,31 @@ class Settings:
         value = self.values.get(name)
         return default if value is None else value
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0; `default` if it is absent or null."""
+    def _needed(self, name: str, default: Any) -> Any:
         value = self.get(name, default)
         require(value is not None, f"{CONFIG} has no {name}: its model cannot be known")
-        require(type(value) is int and value > 0, f"{name} is {value!r}: it must be a whole number above 0")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def size(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST_SIZE) -> int:
+        """A whole number from `least` to `most`; `default` if it is absent or null."""
+        value = self._needed(name, default)
+        require(is_size(value, least, most), f"{name} is {value!r}: it must be a whole number from {least} to {most:,}")
+        return value
+
+    def size_or_none(self, name: str, default: int | None = None) -> int | None:
+        """A size, or None where it is null; `default` if it is absent."""
+        null = name in self.values and self.values[name] is None
+        return None if null else self.size(name, default)
+
+    def number(self, name: str, default: float | None = None) -> float:
         """A number above 0; `default` if it is absent or null."""
-        value = self.get(name, default)
-        require(type(value) in (int, float) and value > 0, f"{name} is {value!r}: it must be a number above 0")
+        value = self._needed(name, default)
+        require(is_number(value), f"{name} is {value!r}: it must be a number above 0, and at most {LARGEST_NUMBER:g}")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool | None = None) -> bool:
         """true or false; `default` if it is absent or null."""
-        value = self.get(name, default)
+        value = self._needed(name, default)
         require(type(value) is bool, f"{name} is {value!r}: it must be true or false")
         return value
 
@@ -46,7 +69,8 @@ class Settings:
         """A value that must be one of those `allowed`; absent, it is the first of them. The error says `why`."""
         value = self.values.get(name, allowed[0])
         choices = " or ".join(map(repr, allowed))
-        require(value in allowed, f"{name} is {value!r}: {why or 'kvjax has no such model'}; only {choices} is read")
+        same = any(value == choice and (type(value) is bool) == (type(choice) is bool) for choice in allowed)
+        require(same, f"{name} is {value!r}: {why or 'kvjax has no such model'}; only {choices} is read")
         return value
 
 

@@ -30,11 +30,12 @@ def _safetensors() -> ModuleType:
 class WeightFiles:
     """All tensors of a folder: shapes and element types at once, contents one at a time. A context manager.
 
-    Raises ConfigError if files are missing or damaged.
+    Raises ConfigError if files are missing or damaged, or two hold the same tensor.
     """
 
     def __init__(self, folder: Path):
         self._stack, self._files = ExitStack(), {}
+        self._paths: dict[str, Path] = {}
         self.shapes: Shapes = {}
         self.dtypes: dict[str, str] = {}
         for path in _paths(folder):
@@ -45,6 +46,9 @@ class WeightFiles:
         try:
             file = self._stack.enter_context(safetensors.safe_open(path, framework="numpy"))
             for name in file.keys():
+                other = self._paths.setdefault(name, path)
+                require(other == path, f"{name} is in {other.name} and in {path.name}, and its values could differ: "
+                                       "download the model again")
                 part = file.get_slice(name)
                 self._files[name], self.shapes[name] = file, tuple(part.get_shape())
                 self.dtypes[name] = part.get_dtype()
@@ -67,13 +71,22 @@ def _paths(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     require((folder / INDEX).is_file(), f"{folder} holds neither {SINGLE} nor {INDEX}: weights in other formats "
                                         "(pytorch_model.bin) must be saved as safetensors first")
-    try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{folder / INDEX} names no files: {error!r}") from error
+    names = _indexed(folder / INDEX)
     missing = [name for name in names if not (folder / name).is_file()]
     require(not missing, f"{folder} lacks {', '.join(missing)}, which {INDEX} names: download the model again")
     return [folder / name for name in names]
+
+
+def _indexed(path: Path) -> list[str]:
+    """Names of the files that an index lists."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    good = isinstance(files, dict) and files and all(isinstance(file, str) for file in files.values())
+    require(bool(good), f"{path} names no files: its weight_map must say of each tensor which file holds it")
+    return sorted(set(files.values()))
 
 
 def write_weights(folder: Path, shapes: Shapes, make: Callable[[str], np.ndarray], dtype: str, limit: int) -> None:

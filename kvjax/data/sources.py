@@ -77,8 +77,8 @@ def hold_out(name: str, documents: Documents, fraction: float) -> Splits[Documen
     require(bool(np.isfinite(position).any()), f"{name} holds no text: give files with text in them")
     held = position <= max(fraction, np.nanmin(position))
     train = np.isfinite(position) & ~held
-    require(bool(train.any()), f"{name} holds too few documents ({np.isfinite(position).sum()}) to hold some out: "
-                               f"give more text, or lower data.validation_fraction ({fraction})")
+    require(bool(train.any()) or fraction == 1, f"{name} holds too few documents ({np.isfinite(position).sum()}) to "
+            f"hold some out: give more text, or lower data.validation_fraction ({fraction})")
     return Splits(*(Documents(documents.records, documents.read, documents.order[mask]) for mask in (train, held)))
 
 
@@ -91,8 +91,8 @@ def find_files(pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:
     found = (p for p in path.rglob("*") if p.suffix in suffixes) if path.is_dir() else (
         Path(p) for p in glob.glob(str(path), recursive=True))
     files = sorted(p for p in found if p.is_file())
-    require(bool(files), f"{pattern!r} matches no file: give a file, a glob in quotes, or a folder "
-                         f"that holds {' or '.join(s or 'any' for s in suffixes)} files")
+    require(bool(files), f"{pattern!r} matches no file, seen from {Path.cwd()}: give a file, a glob in quotes, or a "
+                         f"folder that holds {' or '.join(s or 'any' for s in suffixes)} files")
     return files
 
 

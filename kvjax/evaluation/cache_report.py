@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 from rich.table import Table
 
 from kvjax.attention.sharing import make_plan
@@ -20,7 +21,7 @@ from kvjax.cache import Stored, cache_bytes_per_token, contents, init_cache
 from kvjax.config import ModelConfig
 from kvjax.config_files import load_config
 from kvjax.convert.folder import load_model_config
-from kvjax.quantisation import scale_component, storage_type
+from kvjax.quantisation import SCALE_TYPE, is_quantised, scale_component, storage_type
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class CacheReport:
     """Bytes that one decode step of a full cache reads, each layer its entries once."""
     multi_head: float
     """What multi-head attention in a model of this width holds, and reads: keys and values of D elements in every
-    layer, of the same type (of a quantised one without scales) and without a window."""
+    layer, of the same type (of a quantised one with a scale for each head) and without a window."""
 
     @property
     def factor(self) -> float:
@@ -97,7 +98,13 @@ def report(config: ModelConfig, length: int | None = None, dtype: str | None = N
     return CacheReport(
         dtype=dtype.name, length=cache.capacity, components=rows,
         measured=sum(row.bytes_per_token for row in rows), formula=cache_bytes_per_token(config, dtype, cache.capacity),
-        read=sum(row.read for row in rows), multi_head=2.0 * config.layers * config.width * dtype.itemsize)
+        read=sum(row.read for row in rows), multi_head=multi_head_bytes(config, dtype))
+
+
+def multi_head_bytes(config: ModelConfig, dtype: np.dtype) -> float:
+    """Bytes per token of multi-head attention of a model's width and depth, with heads as wide as the model's."""
+    scales = round(config.width / config.attention.head_dim) * SCALE_TYPE.itemsize if is_quantised(dtype) else 0
+    return 2.0 * config.layers * (config.width * dtype.itemsize + scales)
 
 
 def entries_read(config: ModelConfig) -> Counter[str]:
@@ -122,8 +129,8 @@ def find_model(name_or_folder: str | Path) -> ModelConfig:
 def table(result: CacheReport) -> Table:
     """The report as a table for the terminal."""
     out = Table("component", "features", "held", "bytes held", "read", "bytes read",
-                title=f"cache, {result.dtype}, with room for {result.length:,} tokens: entries and bytes "
-                      "per token of context, of all layers")
+                title=f"cache, {result.dtype}, with room for {result.length:,} tokens (whole tiles)",
+                caption="entries and bytes per token of context, of all layers")
     for column in out.columns[2:]:
         column.justify = "right"
     for row in result.components:

@@ -135,13 +135,13 @@ def plan(configs: dict[str, Config], out: Path, seeds: Sequence[int]) -> list[Tr
 
 
 def refuse_differences(configs: dict[str, Config]) -> None:
-    """Raises ConfigError with the settings, other than the models' own, in which configurations differ."""
+    """Raises ConfigError with the settings that differ, other than those of models, checkpoints and reports."""
     first, *others = configs
-    lines = []
+    lines, without_effect = [], ("checkpoint.", "train.log_every", "train.eval_every", "train.sample_")
     for other in others:
         found = differences(configs[first], configs[other])
         lines += [f"  {setting}: {a!r} in {first}, {b!r} in {other}" for setting, (a, b) in found.items()
-                  if not setting.startswith("model.") or setting in SHARED_BY_MODELS]
+                  if setting in SHARED_BY_MODELS or not setting.startswith(("model.", *without_effect))]
     require(not lines, "these configurations would not train under the same conditions:\n" + "\n".join(lines)
             + "\nmake them agree in all but their models")
 
@@ -180,8 +180,9 @@ def start_results(trial: Trial) -> dict[str, Any]:
     The initial values are a function of configuration and seed, so they can be had after the run as well.
     """
     try:
-        return json.loads(run.results_path(trial.folder, 0, trial.scored).read_text())
-    except (OSError, ValueError):  # not evaluated yet, or cut off
+        found = json.loads(run.results_path(trial.folder, 0, trial.scored).read_text())
+        return {name: found[name] for name in ("loss", "tokens")}
+    except (OSError, ValueError, KeyError, TypeError):  # not evaluated yet, or cut off
         pass
     config, mesh = trial.config, make_mesh(trial.config.mesh)
     model = build_model(config.model)
@@ -194,8 +195,18 @@ def start_results(trial: Trial) -> dict[str, Any]:
 
 def _reported(folder: Path, step: int) -> dict[str, float]:
     """What a finished run wrote last about the held-out text."""
-    lines = map(json.loads, (folder / run_folder.METRICS).read_text().splitlines())
-    return [line for line in lines if line["step"] == step and "validation_loss" in line][-1]
+    found = [line for line in map(_line, (folder / run_folder.METRICS).read_text().splitlines())
+             if line.get("step") == step and "validation_loss" in line]
+    require(bool(found), f"{folder / run_folder.METRICS} tells no final loss: move the folder away, to train again")
+    return found[-1]
+
+
+def _line(text: str) -> dict[str, float]:
+    """A line of metrics; nothing for one that is damaged."""
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:

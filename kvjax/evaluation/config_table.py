@@ -149,6 +149,8 @@ def main(names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     try:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            sys.exit(__doc__)
         main(sys.argv[1:])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

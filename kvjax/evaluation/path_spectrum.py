@@ -104,10 +104,12 @@ class Arguments:
 
 def main(command_line: Sequence[str]) -> None:
     """Measures, prints the tables, and writes them with the plot."""
-    args = tyro.cli(Arguments, args=command_line, prog="python -m kvjax.evaluation.path_spectrum")
+    args = tyro.cli(Arguments, args=command_line, prog="python -m kvjax.evaluation.path_spectrum",
+                    description=__doc__)
     require(args.tokens > 0, f"tokens is {args.tokens}: it must be 1 or more")
     if args.out is not None:
         check_plotting()
+        require(not args.out.is_file(), f"{args.out} is a file: name a folder with --out")
     config, params, tokenizer = load_model(args.model)
     check(config)
     require(tokenizer is not None, f"{args.model} brings no tokenizer: add its tokenizer.json")

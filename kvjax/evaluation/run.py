@@ -54,6 +54,8 @@ def restore(run_dir: Path | str, step: int | None = None) -> Restored:
         ConfigError: it is none of these, there is no such checkpoint, or no tokenizer.
     """
     run_dir = Path(run_dir)
+    require(not run_dir.is_file() or run_dir.suffix == ".gguf", f"{run_dir} is a file: name a folder, of a run or of a "
+            "model, or a .gguf file")
     if not is_run(run_dir):
         return _restore_model(run_dir, step)
     mesh = _mesh(load(Config, run_dir / "config.json"))
@@ -80,10 +82,10 @@ def _restore_model(path: Path, step: int | None) -> Restored:
     return Restored(config, build_model(model), params, tokenizer, 0, mesh)
 
 
-def adjusted(restored: Restored, text: str | None = None, **model: Any) -> Restored:
-    """The same weights with other text to evaluate on (see `DataConfig.source`) and other settings of the model."""
-    data = restored.config.data if text is None else dataclasses.replace(restored.config.data, source=text)
-    changes = {name: value for name, value in model.items() if value is not None}
+def adjusted(restored: Restored, data: dict[str, Any], **model: Any) -> Restored:
+    """The same weights with other settings of the text to evaluate on, and of the model; None changes nothing."""
+    given = lambda settings: {name: value for name, value in settings.items() if value is not None}
+    data, changes = dataclasses.replace(restored.config.data, **given(data)), given(model)
     require("context_length" not in changes or restored.config.model.positions != "learned",
             "context_length: a model of learned positions has a table of just one length")
     changed = dataclasses.replace(restored.config.model, **changes)

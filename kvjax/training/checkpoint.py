@@ -164,7 +164,8 @@ def _newest_intact(run_dir: Path, steps: list[int], read: Callable[[int], T]) ->
         damaged.append(step)
         warnings.warn(f"the checkpoint of step {step} in {run_dir} is damaged and skipped ({_first_line(error)})",
                       stacklevel=3)
-    raise ConfigError(f"no checkpoint in {run_dir} can be read: the last error was {_first_line(error)}") from error
+    raise ConfigError(f"no checkpoint of {run_dir} among steps {steps} can be read: the last error was "
+                      f"{_first_line(error)}") from error
 
 
 def _first_line(error: Exception | None) -> str:

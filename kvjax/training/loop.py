@@ -85,7 +85,9 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
         state = checkpoints.restore(abstract_state(run.model, run.optimizer, config, run.mesh), run.data)
         first = 0 if state is None else int(state.step)
         display = Display(config.train, config.model.context_length, first)
-        display.say(report.summary(config, run.mesh))
+        display.say(report.summary(config, run.mesh, run.tokenizer))
+        if first:
+            display.say(f"resuming after step {first}")
         state = initial_state(run, source, display) if state is None else state
         if first == config.train.steps and is_reported(run.folder, first):
             display.say(f"{run.folder} is complete, all {first} steps are done; --overwrite starts it afresh")
@@ -109,9 +111,9 @@ def initial_state(run: Run, source: start.Source | None, display: Display) -> Tr
     if source is None:
         return init_state(run.model, run.optimizer, run.config, run.mesh)
     converted = start.convert_source(source, run.config, run.tokenizer, run.mesh)
-    display.say(start.table(converted))
+    display.say(start.described(converted))
     if jax.process_index() == 0:
-        start.write_report(converted, run.folder)
+        start.write_report(source, converted, run.folder)
     source.release()
     return init_state(run.model, run.optimizer, run.config, run.mesh, converted.params)
 
@@ -142,7 +144,7 @@ def open_run(config: Config, folder: Path, overwrite: bool = False, devices: Seq
     mesh = make_mesh(config.mesh, devices)
     check(config, mesh)
     if source is not None:
-        start.check_source(source, config, mesh)
+        start.check_source(source, config, mesh, folder)
     model, optimizer = build_model(config.model), make_optimizer(config)
     resuming = run_folder.resumes(config, folder, overwrite)
 
@@ -222,7 +224,8 @@ def finish(run: Run, state: TrainState, display: Display, files: MetricsFiles) -
     """Reports the final validation loss, how it compares with byte models where the source is text, and a sample."""
     config, readable = run.config, report.has_readable_text(run.config.data)
     results = run.validation(state.params, None if readable else config.train.eval_batches)
-    display.say(f"final validation loss {results['loss']:.4f} ({results['tokens']:,} tokens), "
+    some = "" if readable else f" of {config.train.eval_batches} batches of the held-out text"
+    display.say(f"final validation loss {results['loss']:.4f} ({results['tokens']:,} tokens{some}), "
                 f"{results['nats_per_byte']:.4f} nats ({results['bits_per_byte']:.4f} bits) per byte")
     numbers = {"validation_loss": results["loss"], "validation_nats_per_byte": results["nats_per_byte"]}
     if readable:

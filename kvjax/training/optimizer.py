@@ -18,7 +18,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     Raises ConfigError if warm-up and decay are longer than the run.
     """
     require(config.warmup_steps < steps, f"optimizer.warmup_steps {config.warmup_steps} does not end before the run of "
-            f"train.steps {steps}: lower --optimizer.warmup-steps or raise --train.steps")
+            f"train.steps {steps}: lower --optimizer.warmup-steps (of compare: --warmup-steps) or raise the steps")
     left = steps - config.warmup_steps
     final = config.peak_lr * config.final_lr_fraction
     if config.schedule == "cosine":

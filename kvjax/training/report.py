@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax.config import Config, DataConfig, to_dict
+from kvjax.data.pipeline import token_splits
 from kvjax.data.sources import load_documents
 from kvjax.data.tokenizers import Tokenizer
 from kvjax.evaluation import cache_report
@@ -30,15 +31,26 @@ def settings(config: Config) -> str:
     return "\n".join(f"{name + ':':<12}{line(section)}" for name, section in to_dict(config).items())
 
 
-def summary(config: Config, mesh: Mesh) -> str:
-    """Size of the model and of its cache against multi-head attention's, and where it trains."""
+def summary(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> str:
+    """Size of the model and of its cache against multi-head attention's, what it reads, and where it trains."""
     cache = cache_report.report(config.model)
     kinds = ", ".join(sorted({device.device_kind for device in mesh.devices.flat}))
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (f"parameters: {parameter_count(config.model):,}\n"
             f"cache: {cache.measured:,.0f} bytes per token in {cache.dtype}; multi-head attention of this width: "
-            f"{cache.multi_head:,.0f}, {cache.factor:.2f} times that\n"
-            f"devices: {mesh.size} ({kinds}), {jax.process_count()} processes; mesh: {axes}")
+            f"{cache.multi_head:,.0f} ({cache.factor:.2f} times)\n"
+            f"{_text(config, tokenizer)}\n"
+            f"devices: {mesh.size} ({kinds}); processes: {jax.process_count()}; mesh: {axes}")
+
+
+def _text(config: Config, tokenizer: Tokenizer) -> str:
+    splits = token_splits(config.data, tokenizer)
+    train, held = (len(split.tokens) for split in splits)
+    passes = config.train.steps * config.train.batch_size * config.model.context_length / train
+    documents, held_out = (len(split.starts) - 1 for split in splits)
+    size, room = tokenizer.vocab_size, config.model.vocab_size
+    return (f"text: {train:,} tokens in {documents:,} documents, to be read {passes:.2g} times; held out: {held:,} in "
+            f"{held_out:,}; vocabulary: {size:,}" + (f" (the model has room for {room:,})" if size < room else ""))
 
 
 def has_readable_text(config: DataConfig) -> bool:

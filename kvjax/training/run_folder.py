@@ -24,8 +24,9 @@ TOKENIZER, CHECKPOINTS, DAMAGED, TENSORBOARD, PROFILE = "tokenizer", "checkpoint
 UNFINISHED = ".partial"
 LOCK = "lock"
 CONVERSION = "conversion.json"
+SOURCE = "source.json"
 CONTENTS = (TOKENIZER, TOKENIZER + UNFINISHED, CHECKPOINTS, DAMAGED, METRICS, TENSORBOARD, PROFILE, "eval", LOCK,
-            CONVERSION, CONFIG + UNFINISHED, CONFIG)
+            CONVERSION, SOURCE, CONFIG + UNFINISHED, CONFIG)
 """What a run and its evaluation write: nothing else in its folder is ever deleted. The last marks it as a run's."""
 
 FREE = ("mesh", "checkpoint", "data.workers", "model.remat", "train.accumulation", "train.log_every",

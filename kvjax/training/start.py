@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.table import Table
 
-from kvjax.config import Config, MeshConfig, ModelConfig, require
+from kvjax.config import Config, MeshConfig, ModelConfig, load, require, save
 from kvjax.convert.folder import load_model, load_model_config, load_model_tokenizer
 from kvjax.convert.uptrain import Conversion, check_conversion, convert, needs_text
 from kvjax.convert.uptrain.calibration import calibrate
@@ -30,7 +30,7 @@ from kvjax.evaluation.perplexity import evaluate
 from kvjax.model import build_model
 from kvjax.model.placement import check, place_parameters
 from kvjax.sharding import make_mesh
-from kvjax.training.run_folder import CONVERSION
+from kvjax.training.run_folder import CONVERSION, SOURCE
 
 CALIBRATION_TOKENS = 16_384
 
@@ -41,9 +41,14 @@ class Source:
     With several processes each reads the whole model, into its host's memory.
     """
 
-    def __init__(self, path: Path | str):
-        """Reads the configuration only. Raises ConfigError if `path` is no model that `load_model` reads."""
-        self.path, self.model = Path(path), load_model_config(path)
+    def __init__(self, path: Path | str, run_dir: Path | str | None = None):
+        """Reads the configuration only: if the model is gone, that which the run in `run_dir` kept when it started.
+
+        Raises ConfigError if `path` is no model that `load_model` reads.
+        """
+        self.path, kept = Path(path), run_dir and Path(run_dir) / SOURCE
+        resuming = kept and kept.exists() and not self.path.exists()
+        self.model = load(ModelConfig, kept) if resuming else load_model_config(path)
 
     @cached_property
     def params(self) -> dict[str, Any]:
@@ -112,8 +117,15 @@ def _digest(params: Any) -> np.ndarray:
                                       jax.tree.leaves(params), 0))
 
 
-def check_source(source: Source, config: Config, mesh: Mesh) -> None:
-    """Raises ConfigError if the source cannot become the run's model, or does not split over the mesh."""
+def check_source(source: Source, config: Config, mesh: Mesh, folder: Path) -> None:
+    """Raises ConfigError if the source cannot become the run's model, does not split over the mesh, or lies in the run.
+
+    `folder` is the run's: what lies there, or holds it, `--overwrite` would delete.
+    """
+    own, other = folder.resolve(), source.path.resolve()
+    require(own != other and own not in other.parents and other not in own.parents,
+            f"the run's folder {folder} and the trained model {source.path} lie one in the other: choose another "
+            "--run-dir")
     check_conversion(source.model, config.model)
     check(dataclasses.replace(config, model=dataclasses.replace(config.model, attention=source.model.attention,
                                                                 sharing=None)), mesh)
@@ -124,21 +136,25 @@ def _loss(model: ModelConfig, params: Any, text: HeldOut) -> float:
         return evaluate(build_model(model), params, batches, mesh=text.mesh)["loss"]
 
 
-def write_report(start: Start, folder: Path) -> None:
-    """Writes what is known of the conversion as JSON."""
+def write_report(source: Source, start: Start, folder: Path) -> None:
+    """Writes what is known of the conversion as JSON, and the source's configuration; layers count from 1."""
+    save(source.model, folder / SOURCE)
     content = {"source_loss": start.source_loss, "converted_loss": start.converted_loss,
                "surviving_pairs": start.conversion.surviving_pairs,
-               "fits": [dataclasses.asdict(fit) for fit in start.conversion.fits]}
+               "fits": [dataclasses.asdict(fit) | {"layer": fit.layer + 1} for fit in start.conversion.fits]}
     (folder / CONVERSION).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def table(start: Start) -> Table:
-    """R² of every converted layer, and both losses, for the terminal."""
-    title = f"validation loss: source {start.source_loss:.4f}, converted {start.converted_loss:.4f} before training"
-    out = Table("layer", "R² of keys", "R² of values", title=title)
+def described(start: Start) -> Table | str:
+    """Both losses, and the R² of every layer that was fitted, for the terminal."""
+    losses = f"validation loss: source {start.source_loss:.4f}, converted {start.converted_loss:.4f} before training"
+    if not start.conversion.fits:
+        return f"{losses} (nothing was fitted: heads were pooled, or kept)"
+    out = Table("layer", "R² of keys", "R² of values", title=losses,
+                caption="a layer that is not listed kept its keys and values")
     fits = {(fit.layer, fit.state): f"{fit.r_squared:.4f}" for fit in start.conversion.fits}
     for layer in sorted({layer for layer, _ in fits}):
-        out.add_row(str(layer), fits.get((layer, "k"), ""), fits.get((layer, "v"), ""))
+        out.add_row(str(layer + 1), fits.get((layer, "k"), ""), fits.get((layer, "v"), ""))
     if start.conversion.surviving_pairs is not None:
-        out.caption = "rotary pairs that survive: " + ", ".join(map(str, start.conversion.surviving_pairs))
+        out.caption += "\nrotary pairs that survive: " + ", ".join(map(str, start.conversion.surviving_pairs))
     return out

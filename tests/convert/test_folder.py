@@ -68,6 +68,9 @@ def test_nothing_is_overwritten_and_only_the_models_own_weights_are_saved(tmp_pa
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(ConfigError, match="full is not an empty folder"):
         save_model(tmp_path / "full", KPA, params)
+    for folder in (tmp_path / "full" / "file" / "out", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="cannot be made: .*choose another folder"):
+            save_model(folder, KPA, params)
     del params["embedding"]
     with pytest.raises(ConfigError, match=r"missing: embedding \[256, 16\]"):
         save_model(tmp_path / "other", KPA, params)
@@ -95,7 +98,10 @@ def test_a_run_is_loaded_from_its_newest_checkpoint(tmp_path):
 def test_the_command_line_goes_there_and_back(tmp_path, huggingface, capsys):
     main([str(huggingface), str(tmp_path / "converted")])
     main([str(tmp_path / "converted"), str(tmp_path / "back"), "--huggingface"])
-    assert f"written to {tmp_path / 'back'}" in capsys.readouterr().out.replace("\n", "")
+    lines = capsys.readouterr().out.splitlines()
+    said = "110,016 parameters in float32, GroupedQuery(heads=4, kv_heads=2, head_dim=16"
+    assert lines[0].startswith(f"written to {tmp_path / 'converted'}: a model of kvjax's own, {said}")
+    assert lines[1].startswith(f"written to {tmp_path / 'back'}: llama, {said}")
     before, after = (load_file(folder / "model.safetensors") for folder in (huggingface, tmp_path / "back"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -105,6 +111,24 @@ def test_the_command_line_goes_there_and_back(tmp_path, huggingface, capsys):
     assert config == from_huggingface(GOLDEN)[0] and tokenizer.encode("a b") == [1, 2]
     main([str(huggingface), str(tmp_path / "half"), "--huggingface", "--dtype", "bfloat16"])
     assert load_model(tmp_path / "half")[0].dtype == "bfloat16"
+    assert "110,016 parameters in bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--dtype", "banana"], "dtype is 'banana': choose one of float32, bfloat16"),
+    (["--dtype", "bfloat16"], "--dtype bfloat16 says nothing without --huggingface"),
+    (["--dtype", "float32"], "--dtype float32 says nothing without --huggingface"),
+    (["--huggingface", "--dtype", "int8"], "dtype is 'int8'"),
+])
+def test_options_that_mean_nothing_are_refused_before_the_model_is_looked_for(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        main([str(tmp_path / "absent"), str(tmp_path / "out"), *options])
+
+
+def test_the_help_names_both_folders(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "SOURCE OUT" in capsys.readouterr().out
 
 
 def test_gguf_files_are_left_to_their_reader(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 import sys
 import unicodedata
@@ -154,7 +155,7 @@ BIASES = GroupedQuery(heads=4, kv_heads=4, head_dim=16, qkv_bias=True, output_bi
     (dict(rope_scaling=YarnScaling(4.0, 32, beta_fast=16.0)), {
         "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
         "llama.rope.scaling.original_context_length": 32, "llama.rope.scaling.yarn_beta_fast": 16.0}),
-    ({}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0, "llama.expert_count": 0}),
+    ({}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 0.0, "llama.expert_count": 0}),
 ], ids=["untied", "biases", "wide_heads", "defaults", "linear", "linear_old", "yarn", "neutral"])
 def test_settings_and_optional_tensors(change, settings, tmp_path):
     wanted = dataclasses.replace(CONFIG, layers=1, **change)
@@ -190,6 +191,16 @@ def test_halves_undoes_interleaving():
     ({"llama.expert_count": 8}, r"\{'llama.expert_count': 8\}"),
     ({"llama.attention.head_count": [8, 8, 4]}, r"llama.attention.head_count is \[8, 8, 4\]"),
     ({"llama.block_count": None}, r"no llama.block_count"),
+    ({"llama.block_count": 10**5 + 1}, r"llama.block_count is 100001: a whole number from 1 to 100,000"),
+    ({"llama.embedding_length": 2 * 10**9}, r"llama.embedding_length is 2000000000"),
+    ({"llama.rope.freq_base": math.inf}, r"llama.rope.freq_base is inf: a number above 0"),
+    ({"llama.rope.freq_base": math.nan}, r"llama.rope.freq_base is nan"),
+    ({"llama.attention.layer_norm_rms_epsilon": math.inf}, r"llama.attention.layer_norm_rms_epsilon is inf"),
+    ({"llama.attention.layer_norm_rms_epsilon": 0.0}, r"llama.attention.layer_norm_rms_epsilon is 0.0"),
+    ({"llama.rope.scaling.factor": math.inf}, r"llama.rope.scaling.factor is inf"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
+      "llama.rope.scaling.original_context_length": 32, "llama.rope.scaling.yarn_beta_fast": math.inf},
+     r"llama.rope.scaling.yarn_beta_fast is inf"),
     ({"llama.attention.layer_norm_rms_epsilon": None}, r"llama.attention.layer_norm_rms_epsilon is None"),
     ({"llama.rope.dimension_count": 4}, r"llama.rope.dimension_count is 4, and heads have 8"),
     ({"llama.attention.value_length": 16}, r"llama.attention.value_length is 16"),
@@ -197,11 +208,20 @@ def test_halves_undoes_interleaving():
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}, r"no llama.rope.scaling.original_context"),
     ({"llama.vocab_size": 299}, r"model.vocab_size is 299, but the tokenizer has 300"),
     ({"split.count": 2}, r"split.count is 2.*merge"),
+    ({"split.count": "x"}, r"split.count is 'x'"),
     ({"tokenizer.ggml.model": "llama"}, r"tokenizer.ggml.model is 'llama'"),
     ({"tokenizer.ggml.pre": "llama-bpe"}, r"tokenizer.ggml.pre is 'llama-bpe'.*gpt-2, smollm"),
     ({"tokenizer.ggml.pre": None}, r"tokenizer.ggml.pre is None"),
+    ({"tokenizer.ggml.pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\]"),
+    ({"tokenizer.ggml.tokens": 5}, r"tokenizer.ggml.tokens is 5: a list of str is wanted"),
+    ({"tokenizer.ggml.tokens": [1, 2]}, r"tokenizer.ggml.tokens is \[1, 2\]"),
+    ({"tokenizer.ggml.tokens": None, "llama.vocab_size": 300}, r"lacks tokenizer.ggml.tokens"),
+    ({"tokenizer.ggml.token_type": 5}, r"tokenizer.ggml.token_type is 5: a list of int is wanted"),
+    ({"tokenizer.ggml.token_type": [1, 2, 3]}, r"model.gguf has 3 values of tokenizer.ggml.token_type for 300 tokens"),
+    ({"tokenizer.ggml.token_type": [1] * 301}, r"has 301 values of tokenizer.ggml.token_type for 300 tokens"),
     ({"tokenizer.ggml.add_bos_token": True}, r"tokenizer.ggml.add_bos_token is true"),
-    ({"tokenizer.ggml.merges": None}, r"lacks tokenizer.ggml.tokens, token_type or merges"),
+    ({"tokenizer.ggml.merges": None}, r"lacks tokenizer.ggml.merges"),
+    ({"tokenizer.ggml.merges": 5}, r"tokenizer.ggml.merges is 5"),
     ({"tokenizer.ggml.merges": ["Ġ qqq"]}, r"do not fit together"),
 ])
 def test_what_is_not_known_is_refused_with_its_value(change, message, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import sys
@@ -137,6 +138,30 @@ def test_large_models_are_split_over_files(tmp_path):
         from_huggingface(out)
 
 
+def test_a_tensor_in_two_files_is_refused_with_both(tmp_path):
+    config, params = from_huggingface(DATA / "hf_llama_mha_untied")
+    to_huggingface(config, params, tmp_path / "out", shard_bytes=200_000)
+    first, second = sorted((tmp_path / "out").glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor + 1}, second)
+    with pytest.raises(ConfigError, match=f"{name} is in {first.name} and in {second.name}"):
+        from_huggingface(tmp_path / "out")
+
+
+@pytest.mark.parametrize("index", [
+    [], "x", None, 3, *({"weight_map": files} for files in (
+        None, [], {}, {"a": 1}, {"a": None}, {"a": ["b"]}, {"a": 1, "b": "model.safetensors"}))], ids=json.dumps)
+def test_an_index_that_names_no_files_is_refused(index, tmp_path):
+    folder = changed("hf_llama_gqa", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="index.json names no files: its weight_map must say"):
+        from_huggingface(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ConfigError, match="index.json is not valid JSON"):
+        from_huggingface(folder)
+
+
 def test_names_without_prefix_buffers_and_copies_of_tied_weights_are_understood(tmp_path):
     tensors = load_file(DATA / "hf_gpt2" / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -185,8 +210,20 @@ REFUSED = [
     ("hf_llama_gqa", {"model_type": "gemma3"}, "model_type is 'gemma3'"),
     ("hf_llama_gqa", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("hf_llama_gqa", {"hidden_size": None}, "config.json has no hidden_size"),
+    ("hf_llama_gqa", {"model_type": ["llama"]}, "model_type is ['llama']"),
+    ("hf_llama_gqa", {"model_type": {"a": 1}}, "model_type is {'a': 1}"),
     ("hf_llama_gqa", {"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
+    ("hf_llama_gqa", {"num_hidden_layers": 10**5 + 1},
+     "num_hidden_layers is 100001: it must be a whole number from 1 to 100,000"),
+    ("hf_qwen3", {"num_hidden_layers": 10**30, "layer_types": None}, f"num_hidden_layers is {10**30}: it must be"),
+    ("hf_llama_gqa", {"vocab_size": 10**9 + 1}, "vocab_size is 1000000001"),
     ("hf_llama_gqa", {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ("hf_llama_gqa", {"rms_norm_eps": math.inf}, "rms_norm_eps is inf: it must be a number above 0, and at most 1e+38"),
+    ("hf_llama_gqa", {"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+    ("hf_llama_gqa", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+    ("hf_gpt2", {"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is inf"),
+    ("hf_llama_gqa", {"is_encoder_decoder": 0}, "is_encoder_decoder is 0"),
+    ("hf_llama_gqa", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'"),
     ("hf_llama_gqa", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
     ("hf_llama_gqa", {"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
     ("hf_llama_gqa", {"num_attention_heads": 6}, "hidden_size 64 is not a multiple of num_attention_heads 6"),
@@ -194,6 +231,14 @@ REFUSED = [
     ("hf_llama_gqa", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("hf_llama_gqa", {"dtype": "float64"}, "dtype is 'float64'"),
     ("hf_llama_gqa", {"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "sliding_window is 4096"),
+    *(("hf_llama_gqa", {"model_type": "mistral", "sliding_window": value}, f"sliding_window is {value!r}: it must be a "
+       "whole number from 1") for value in ("abc", [1], 4.5, True, 0, -3)),
+    ("hf_llama_gqa", {"model_type": "mistral", "layer_types": ["sliding_attention"] * 2},
+     "layer_types is ['sliding_attention', 'sliding_attention']: it must be a list of 3 names"),
+    *(("hf_qwen3", {"layer_types": value}, f"layer_types is {value!r}: it must be a list of 3 names")
+      for value in (3, True, "full", [["full_attention"]] * 3)),
+    ("hf_qwen3", {"max_window_layers": "1"}, "max_window_layers is '1'"),
+    ("hf_qwen3", {"use_sliding_window": True, "sliding_window": "8"}, "sliding_window is '8'"),
     ("hf_qwen3", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8, "layer_types": None},
      "max_window_layers is 1"),
     ("hf_qwen3", {"use_sliding_window": True, "sliding_window": 8,
@@ -206,6 +251,9 @@ REFUSED = [
     ("hf_gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
     ("hf_gpt2", {"n_head": 5}, "n_embd 48 is not a multiple of n_head 5"),
     ("hf_deepseek_v3_mla_half", {"first_k_dense_replace": 2}, "n_routed_experts is 4 and first_k_dense_replace is 2"),
+    ("hf_deepseek_v3_mla_half", {"first_k_dense_replace": "3"},
+     "first_k_dense_replace is '3': it must be a whole number from 0"),
+    ("hf_deepseek_v3_mla_half", {"q_lora_rank": "8"}, "q_lora_rank is '8'"),
     ("hf_deepseek_v3_mla_half", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
     ("hf_deepseek_v3_mla_half", {"attention_bias": True}, "attention_bias is True"),
     ("hf_deepseek_v3_mla_half", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
@@ -243,6 +291,8 @@ def test_a_missing_library_is_named(monkeypatch):
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 = YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NOT_NUMBERS = (math.inf, -math.inf, math.nan, -1, "8", ["a"], False, True, 10**400)
 ROPE = [
     ({"rope_theta": 5e5}, 5e5, None),
     ({}, 10_000.0, None),
@@ -279,14 +329,28 @@ def test_both_styles_of_rotary_settings_are_read_and_the_older_is_written(values
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
     ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_type is 'longrope'"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "'mrope_section': [1]"),
-    ({"rope_scaling": {"type": "linear"}}, "make no 'linear' scaling"),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "make no 'linear' scaling"),
+    ({"rope_scaling": {"type": ["yarn"], **YARN}}, "rope_type is ['yarn']"),
+    ({"rope_scaling": {"type": "linear"}}, "config.json has no factor"),
     ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer (full_attention)"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
-    ({"rope_theta": -1}, "rope_theta is -1"),
-    ({"rope_scaling": "linear"}, "rotary settings are 'linear'"),
-])
+    ({"partial_rotary_factor": True}, "partial_rotary_factor is True"),
+    ({"rope_scaling": {"type": "yarn", **YARN, "truncate": "no"}}, "truncate is 'no': it must be true or false"),
+    ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+    *(({"rope_theta": value}, f"rope_theta is {value!r}") for value in NOT_NUMBERS),
+    *(({"rope_parameters": {"rope_theta": value}}, f"rope_theta is {value!r}") for value in NOT_NUMBERS),
+    *(({"rope_scaling": {"type": "linear", "factor": value}}, f"factor is {value!r}") for value in NOT_NUMBERS),
+    *(({"rope_scaling": {"type": "llama3", **LLAMA3, name: value}}, f"{name} is {value!r}")
+      for name in ("factor", "low_freq_factor", "high_freq_factor") for value in NOT_NUMBERS),
+    *(({"rope_scaling": {"type": "yarn", **YARN, name: value}}, f"{name} is {value!r}: it must be a number above 0")
+      for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+      for value in NOT_NUMBERS),
+    *(({"rope_scaling": {"type": kind, **scaling, "original_max_position_embeddings": value}},
+       f"original_max_position_embeddings is {value!r}: it must be a whole number")
+      for kind, scaling in (("llama3", LLAMA3), ("yarn", YARN)) for value in (*NOT_NUMBERS, 0, 4.5, "")),
+    *(({name: value}, f"rotary settings are {value!r}")
+      for name in ("rope_scaling", "rope_parameters") for value in ("linear", "", [], 0, False)),
+], ids=lambda x: str(x)[:80])
 def test_other_rotary_settings_are_refused(values, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_rope(Settings(values | {"max_position_embeddings": 256}))
@@ -405,6 +469,8 @@ def test_nothing_is_overwritten_and_only_the_models_own_weights_are_written(tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not an empty folder"):
         to_huggingface(config, params, tmp_path)
+    with pytest.raises(ConfigError, match="file/out cannot be made: Not a directory; choose another"):
+        to_huggingface(config, params, tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         to_huggingface(config, params, tmp_path / "out", dtype="int8")
     params["embedding"] = params["embedding"][:-1]

@@ -218,11 +218,11 @@ def mean_over_distances(error, length):
 
 def test_lost_and_other_rotations_count_as_the_mean_over_distances():
     keys, length = np.random.default_rng(1).normal(size=(300, 1, 2)), 16
-    weight = np.tile(mean_rotation(np.array([0.3]), length), 2)
+    weight = np.tile(mean_rotation(np.array([0.3]), length - np.arange(length)), 2)
     lost = mean_over_distances(lambda t: ((turned(keys, 0.3 * t) - 0.5 * keys) ** 2).sum(), length)
     assert loss_without_rotation(keys, 0.5 * keys, weight) == pytest.approx(lost)
     other = mean_over_distances(lambda t: ((turned(keys, 0.3 * t) - turned(keys, 0.25 * t)) ** 2).sum(), length)
-    assert loss_by_other_frequencies(keys, np.array([0.05]), length) == pytest.approx(other)
+    assert loss_by_other_frequencies(keys, np.array([0.05]), length - np.arange(length)) == pytest.approx(other)
 
 
 def test_narrow_rotations_take_the_source_pairs_of_their_frequencies():
@@ -249,5 +249,17 @@ def test_conversions_that_are_not_there_say_why(source, target, words):
 
 
 def test_calibrations_that_are_too_short_are_refused():
-    with pytest.raises(ConfigError, match="too few"):
+    with pytest.raises(ConfigError, match="32 tokens to fit maps of 32 features on, and 64 are wanted"):
         calibrate(model(GQA), random_params(model(GQA)), iter([{"tokens": tokens(1, rows=2)}]), 64)
+    same = {"tokens": np.repeat(tokens(1, rows=1), 2, axis=0)}
+    with pytest.raises(ConfigError, match="has not two different sequences"):
+        calibrate(model(GQA), random_params(model(GQA)), iter([same] * 9), 64)
+
+
+def test_text_that_comes_again_is_not_judged_on():
+    config = model(GQA, window=4)
+    few = [tokens(seed, rows=4) for seed in range(2)]
+    found = calibrate(config, random_params(config), ({"tokens": few[i % 2]} for i in range(1000)), 10**6)
+    assert found.fit.shape[1] + found.test.shape[1] == few[0].size * 2, "every sequence once"
+    assert not {x.tobytes() for x in found.fit[1]} & {x.tobytes() for x in found.test[1]}
+    assert found.apart.tolist() == [few[0].shape[1] - t for t in range(4)], "a window limits how far queries see"

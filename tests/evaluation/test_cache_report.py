@@ -123,7 +123,7 @@ def test_a_quantised_cache_is_counted_with_its_scales():
     result = cache_report.report(config(HEADS, sharing=CrossLayer(2)), dtype="int8")
     assert result.measured == result.formula == 2 * G * (D + 2) * L // 2
     assert result.read == 2 * G * (D + 2) * L
-    assert result.multi_head == 2 * G * D * L
+    assert result.multi_head == 2 * G * (D + 2) * L, "multi-head attention's cache would have scales as well"
 
 
 def test_a_model_is_found_by_name_and_in_a_runs_folder(tmp_path):

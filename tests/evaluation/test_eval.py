@@ -103,6 +103,8 @@ def test_text_alone(run_dir, eval_py):
 @pytest.mark.parametrize("arguments, words", [
     (["--step", 3], "step 3"), (["--prompt", "a", "--top-p", 2], "top_p is 2"), (["--samples", 0], "samples is 0"),
     (["--max-new-tokens", 0], "max_new_tokens is 0"), (["--batches", -1], "batches is -1"),
+    (["--seed", 10**20], "seed is 1000"), (["--validation-fraction", 2], "validation_fraction is 2"),
+    (["--cache-report", "--step", 7, "--prompt", "a"], "leave out --step, --prompt"),
 ])
 def test_bad_arguments_are_named(run_dir, eval_py, arguments, words):
     with pytest.raises(ConfigError, match=words):
@@ -140,6 +142,23 @@ def test_a_quantised_cache_is_measured_and_generated_from(run_dir, eval_py):
 
 def test_a_cache_report_needs_no_run(eval_py):
     assert "12.50" in eval_py("gqa_1500m", "--cache-report"), "times smaller than multi-head attention"
+    assert "float32" in eval_py("gqa_1500m", "--cache-report", "--dtype", "float32")
+
+
+def test_what_is_no_folder_of_a_run_says_what_it_is(eval_py, tmp_path):
+    (tmp_path / "config.py").write_text("")
+    for name, words in (("gqa_1500m", "gqa_1500m is a configuration: train it first, or add --cache-report"),
+                        (tmp_path / "config.py", "is a file: name a folder"), (tmp_path / "no", "does not exist")):
+        with pytest.raises(ConfigError, match=words):
+            eval_py(name)
+
+
+def test_all_of_a_text_can_be_measured(run_dir, eval_py):
+    data = DataConfig(**json.loads((run_dir / "config.json").read_text())["data"])
+    splits = token_splits(data, ByteTokenizer())
+    out = eval_py(run_dir, "--validation-fraction", 1)
+    assert f"the held-out part of {data.source} (100.00% of its documents)" in out
+    assert f"bytes           {splits.train.text_bytes + splits.validation.text_bytes:,}" in out
 
 
 def test_a_converted_model_is_evaluated_on_given_text(run_dir, eval_py, tmp_path):
@@ -147,7 +166,8 @@ def test_a_converted_model_is_evaluated_on_given_text(run_dir, eval_py, tmp_path
     save_model(tmp_path / "model", restored.config.model, jax.device_get(restored.params), restored.tokenizer)
     text = restored.config.data.source
     out = eval_py(tmp_path / "model", "--data", text, "--prompt", "fox", "--max-new-tokens", 3, "--context-length", 16)
-    expected = run.validation_loss(run.adjusted(run.restore(tmp_path / "model"), text, context_length=16))["loss"]
+    other = run.adjusted(run.restore(tmp_path / "model"), {"source": text}, context_length=16)
+    expected = run.validation_loss(other)["loss"]
     assert f"{expected:.4f}" in out and "\nfox" in out and not (tmp_path / "model" / "eval").exists()
     with pytest.raises(ConfigError, match="step 4: .* is a single model"):
         run.restore(tmp_path / "model", 4)

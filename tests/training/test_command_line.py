@@ -196,6 +196,6 @@ def test_two_processes_start_from_a_trained_model_as_one_does(
     one, two = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("one", "two"))
     for loss in ("source_loss", "converted_loss"):
         assert two[loss] == pytest.approx(one[loss], abs=1e-4)
-    assert [fit["layer"] for fit in two["fits"]] == [0, 0, 1, 1]
+    assert [fit["layer"] for fit in two["fits"]] == [1, 1, 2, 2]
     np.testing.assert_allclose(list(losses(tmp_path / "two").values()), list(losses(tmp_path / "one").values()),
                                rtol=1e-4)

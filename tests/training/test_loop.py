@@ -65,8 +65,9 @@ def test_what_a_run_writes_and_says(tmp_path, config, changed, one_device, capsy
     (tmp_path / "run").mkdir()
     train(config, tmp_path / "run", devices=one_device)
     out = capsys.readouterr().out
-    for text in ("parameters: ", "cache: 512 bytes per token in float32; multi-head attention of this width: 512, 1.00",
-                 "devices: 1 (cpu), 1 processes; mesh: data 1 x fsdp 1 x tensor 1 x sequence 1",
+    for text in ("parameters: ", "cache: 512 bytes per token in float32; multi-head attention of this width: 512 (1.00",
+                 "text: ", " held out: ",
+                 "devices: 1 (cpu); processes: 1; mesh: data 1 x fsdp 1 x tensor 1 x sequence 1",
                  "step 8/8  loss ", " tokens/s  ETA 0:00:00", "step 4: validation loss", "final validation loss",
                  " bits) per byte", "order-1 byte model ", "order-2 byte model ", "sample:\n\n"):
         assert text in out, text

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import shutil
 
 import chex
 import jax
@@ -65,7 +66,7 @@ def test_conversions_by_regression_read_the_text_of_the_run(base, tmp_path, one_
     target = uptrained(config, folder, CrossLayer(2), steps=1)
     train(target, tmp_path / "run", devices=one_device, source=Source(folder))
     told = json.loads((tmp_path / "run" / "conversion.json").read_text())
-    assert [(fit["layer"], fit["state"]) for fit in told["fits"]] == [(0, "k"), (0, "v"), (1, "k"), (1, "v")]
+    assert [(fit["layer"], fit["state"]) for fit in told["fits"]] == [(1, "k"), (1, "v"), (2, "k"), (2, "v")]
     assert all(fit["r_squared"] < 1 for fit in told["fits"])
 
 
@@ -95,6 +96,30 @@ def test_what_cannot_start_is_refused_before_the_folder_is_made(base, tmp_path, 
         with pytest.raises(ConfigError, match=words):
             train(target, tmp_path / "run", devices=one_device, source=source)
         assert not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_overwrite_the_model_that_it_starts_from(base, tmp_path, one_device):
+    config, folder = base
+    target = uptrained(config, folder, SkipV1(), steps=1)
+    (tmp_path / "link").symlink_to(folder)
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for run_dir in (folder, folder / "inside", folder.parent, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="lie one in the other: choose another --run-dir"):
+            train(target, run_dir, devices=one_device, source=Source(folder), overwrite=True)
+    assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_resumes_without_the_model_that_it_started_from(base, tmp_path, one_device):
+    config, folder = base
+    copy = tmp_path / "base"
+    shutil.copytree(folder, copy)
+    target = uptrained(config, copy, SkipV1(), steps=4)
+    train(target, tmp_path / "run", devices=one_device, source=Source(copy), stop_after=2)
+    shutil.rmtree(copy)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        Source(copy)
+    source = Source(copy, tmp_path / "run")
+    assert int(train(target, tmp_path / "run", devices=one_device, source=source).step) == 4
 
 
 def test_a_source_may_be_used_again(base, tmp_path, one_device):

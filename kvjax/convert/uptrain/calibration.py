@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,25 +17,41 @@ TEST_PART = 8
 """One sequence of this many is kept for judging."""
 
 
-def calibrate(source: ModelConfig, params: dict[str, Any], batches: Iterator[dict[str, np.ndarray]],
+def calibrate(source: ModelConfig, params: dict[str, Any], batches: Iterable[dict[str, np.ndarray]],
               tokens: int) -> Calibration:
     """Runs the source model over batches until `tokens` are done: keys as `kvjax.data.pipeline` makes them.
 
-    What does not count for the loss (padding) does not count here.
+    What does not count for the loss (padding) does not count here, and neither does a sequence that came before: of a
+    small text, what maps are judged on must not be what they were fitted on.
 
-    Raises ConfigError if there are fewer than two sequences, or than there are features to regress on.
+    Raises ConfigError if there are fewer than two sequences, or too few tokens for the features to regress on.
     """
-    rows, counts, seen = [], [], 0
-    while seen < tokens:
-        batch = next(batches)
+    rows, counts = [], []
+    for batch, new in _distinct(batches, tokens):
         inputs = layer_inputs(source, params, batch["tokens"], batch.get("segment_ids"))
-        rows.append(multihost_utils.process_allgather(inputs.astype(jnp.float32), tiled=True))
-        counts.append(np.asarray(batch.get("loss_mask", np.ones_like(batch["tokens"]))) > 0)
-        seen += batch["tokens"].size
+        rows.append(multihost_utils.process_allgather(inputs.astype(jnp.float32), tiled=True)[:, new])
+        counts.append(np.asarray(batch.get("loss_mask", np.ones_like(batch["tokens"])))[new] > 0)
+    require(sum(map(len, counts)) > 1, "the text to calibrate on has not two different sequences: give more text")
     inputs, counted = np.concatenate(rows, axis=1), np.concatenate(counts)
     test = max(1, len(counted) // TEST_PART)
     halves = [inputs[:, part][:, counted[part]] for part in (slice(test, None), slice(test))]
     enough = 2 * source.width
-    require(halves[0].shape[1] >= enough, f"{halves[0].shape[1]} tokens are too few to fit maps of {source.width} "
-            f"features: calibrate on {enough} or more")
-    return Calibration(*halves, counted.shape[1])
+    require(halves[0].shape[1] >= enough, f"the text to calibrate on has {halves[0].shape[1]} tokens to fit maps of "
+            f"{source.width} features on, and {enough} are wanted: give more text")
+    return Calibration(*halves, counted.shape[1], source.window)
+
+
+def _distinct(batches: Iterable[dict[str, np.ndarray]],
+              tokens: int) -> Iterator[tuple[dict[str, np.ndarray], list[int]]]:
+    """Batches with the places of sequences that did not come before, until so many tokens came or none is new."""
+    seen: set[bytes] = set()
+    for batch in batches:
+        new = []
+        for place, row in enumerate(batch["tokens"]):
+            if (key := np.asarray(row).tobytes()) not in seen:
+                seen.add(key)
+                new.append(place)
+        if new:
+            yield batch, new
+        if not new or len(seen) * batch["tokens"].shape[1] >= tokens:
+            return

@@ -104,14 +104,12 @@ def matching_pairs(rope: Rope, width: int, narrow: int) -> tuple[np.ndarray, np.
     return np.array(chosen), np.where(np.isclose(source[chosen], target, rtol=1e-4), 0, source[chosen] - target)
 
 
-def mean_rotation(frequencies: np.ndarray, length: int) -> np.ndarray:
-    """Mean of cos(frequency · distance) over all pairs of tokens in sequences of `length`.
+def mean_rotation(frequencies: np.ndarray, apart: np.ndarray) -> np.ndarray:
+    """Mean of cos(frequency · distance) over pairs of tokens, of which `apart[t]` are a distance t apart.
 
     The constant that stands best for a rotation which is left out: near 1 for slow pairs, near 0 for fast ones.
     """
-    distance = np.arange(length)
-    counts = length - distance
-    return (np.cos(np.outer(frequencies, distance)) * counts).sum(axis=1) / counts.sum()
+    return np.cos(np.outer(frequencies, np.arange(len(apart)))) @ apart / apart.sum()
 
 
 def loss_without_rotation(x: np.ndarray, imitated: np.ndarray, weight: np.ndarray) -> float:
@@ -123,12 +121,12 @@ def loss_without_rotation(x: np.ndarray, imitated: np.ndarray, weight: np.ndarra
     return float(((weight * x - imitated) ** 2 + (1 - weight**2) * x**2).sum())
 
 
-def loss_by_other_frequencies(x: np.ndarray, difference: np.ndarray, length: int) -> float:
+def loss_by_other_frequencies(x: np.ndarray, difference: np.ndarray, apart: np.ndarray) -> float:
     """Squared error of rotary pairs x [N, G, n] (see `columns`) that are rotated by frequencies off by `difference`.
 
     At a distance t they are a turn of difference · t away: |rot(k) - rot'(k)|² = 2 (1 - cos(difference · t)) |k|².
     """
-    return float((2 * (1 - np.tile(mean_rotation(difference, length), 2)) * x**2).sum())
+    return float((2 * (1 - np.tile(mean_rotation(difference, apart), 2)) * x**2).sum())
 
 
 def r_squared_of_keys(keys: np.ndarray, lost: float) -> float:

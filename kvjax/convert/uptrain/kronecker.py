@@ -45,7 +45,7 @@ def to_kronecker(target: Kronecker, layers: list[Weights], calibration: Calibrat
     width = target.head_dim
     own, order = rope.frequencies(width), _features(target, width)
     turned = np.repeat(rope.frequencies(target.d2), target.d1)
-    drift = mean_rotation(own - turned, calibration.length)
+    drift = mean_rotation(own - turned, calibration.apart)
     made = [_layer(target, layer, calibration, number, order, drift) for number, layer in enumerate(layers)]
     exact = np.flatnonzero(np.isclose(own, turned, rtol=1e-4))
     return [weights for weights, _ in made], [fit for _, fits in made for fit in fits], exact

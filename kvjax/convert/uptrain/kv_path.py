@@ -92,7 +92,7 @@ def _concat_keys(layers: list[Weights], group: range, calibration: Calibration, 
     width = layers[0]["k_proj"].shape[-1]
     rest_pairs = np.setdiff1d(np.arange(width // 2), pairs)
     own, rest = columns(pairs, width), columns(rest_pairs, width)
-    weight = np.tile(mean_rotation(rope.frequencies(width)[rest_pairs], calibration.length), 2)
+    weight = np.tile(mean_rotation(rope.frequencies(width)[rest_pairs], calibration.apart), 2)
     strength = rope.rotation_factor**2  # of rotated scores, which alpha's have to be given
     bias = has_bias(layers[group[0]])
     x, test_x = inputs(calibration, group[0], bias)
@@ -111,7 +111,7 @@ def _concat_keys(layers: list[Weights], group: range, calibration: Calibration, 
         made.append(weights)
         keys = truth[index][1]
         lost = loss_without_rotation(keys[..., rest], mapped(apply(test_x, alpha), up), weight)
-        lost += loss_by_other_frequencies(keys[..., own], difference, calibration.length)
+        lost += loss_by_other_frequencies(keys[..., own], difference, calibration.apart)
         fits.append(Fit(i, "k", r_squared_of_keys(keys, lost)))
     return made, fits
 

@@ -57,7 +57,7 @@ def _layer(target: Latent, layer: Weights, calibration: Calibration, number: int
     keys, values = (states(layer, state, calibration, number) for state in ("k", "v"))
     heads, width = layer["q_proj"].shape[1:]
     shares = [main_direction(as_complex(keys[0], pair)) for pair in pairs]
-    weight = np.tile(mean_rotation(rope.frequencies(width), calibration.length), 2)
+    weight = np.tile(mean_rotation(rope.frequencies(width), calibration.apart), 2)
     told = [_told_by_rotation(half, pairs, shares) for half in keys]
     left = [half - part for half, part in zip(keys, told, strict=True)]
     bases = _bases(weight * left[0], target.nope_dim), _bases(values[0], target.value_dim)
@@ -67,7 +67,7 @@ def _layer(target: Latent, layer: Weights, calibration: Calibration, number: int
     made = [np.einsum("nc,cgf,gdf->ngd", latent, up, basis, optimize=True)
             for up, basis in zip((k_up, v_up), bases, strict=True)]
     lost = loss_without_rotation(left[1], made[0], weight)
-    lost += loss_by_other_frequencies(told[1][..., columns(pairs, width)], difference, calibration.length)
+    lost += loss_by_other_frequencies(told[1][..., columns(pairs, width)], difference, calibration.apart)
     fits = [Fit(number, "k", r_squared_of_keys(keys[1], lost)), Fit(number, "v", r_squared(values[1], made[1]))]
     expanded = lambda up: np.moveaxis(for_query_heads(np.moveaxis(up, 1, 0), heads), 0, 1)
     scale = (target.score_dim / width) ** 0.5 / rope.score_factor

@@ -20,6 +20,14 @@ class Calibration:
     """[L, M, D]: other text, what they are judged on."""
     length: int
     """Tokens per sequence."""
+    window: int | None = None
+    """How many tokens a query sees at most, itself included; None: all before it."""
+
+
+    @property
+    def apart(self) -> np.ndarray:
+        """How many pairs of a query and a token that it sees are 0, 1, 2 ... tokens apart."""
+        return self.length - np.arange(min(self.length, self.window or self.length))
 
 
 @dataclass(frozen=True)
