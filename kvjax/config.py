@@ -12,7 +12,6 @@ import difflib
 import functools
 import importlib.util
 import json
-import math
 import numbers
 import sys
 import typing
@@ -37,7 +36,10 @@ class Checked:
     def __post_init__(self):
         for name, kind in _field_types(type(self)).items():
             value = getattr(self, name)
-            kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
+            if isinstance(value, numbers.Number) and hasattr(value, "item"):  # NumPy's, which JSON does not know
+                value = value.item()
+                object.__setattr__(self, name, value)
+            kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
             require(any(_fits(value, k) for k in kinds), f"{type(self).__name__}.{name} is {value!r}: "
                     f"{' or '.join(WANTED.get(k, getattr(k, '__name__', str(k))) for k in kinds)} is wanted")
 
@@ -55,7 +57,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if kind is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from variants import CASES, model_config
 
@@ -45,6 +46,7 @@ CONFIG = Config(model=model_config(CASES["kpa"].attention), train=TrainConfig(st
     (lambda: GroupedQuery(heads="2", kv_heads=2, head_dim=8), "GroupedQuery.heads is '2': a whole number"),
     (lambda: PathResidual(2, 1.5), "PathResidual.delta is 1.5: a whole number"),
     (lambda: from_dict(Config, {"model": 3, "train": {"steps": 1, "batch_size": 1}}), "Config.model is 3: ModelConfig"),
+    (lambda: OptimizerConfig(peak_lr=10**400), "peak_lr is 1000.*: a finite number"),
     (lambda: OptimizerConfig(b1=1.0), "b1 is 1.0: it must be at least 0 and below 1"),
     (lambda: OptimizerConfig(weight_decay=float("nan")), "weight_decay is nan: a finite number"),
     (lambda: TrainConfig(steps=1, batch_size=1, seed=-1), "seed is -1"),
@@ -60,6 +62,12 @@ CONFIG = Config(model=model_config(CASES["kpa"].attention), train=TrainConfig(st
 def test_bad_values_are_named(build, message):
     with pytest.raises(kvjax.ConfigError, match=message):
         build()
+
+
+def test_numbers_of_numpy_become_plain(tmp_path):
+    train = TrainConfig(steps=np.int64(5), batch_size=1, z_loss=np.float32(0.5))
+    save(train, tmp_path / "train.json")
+    assert load(TrainConfig, tmp_path / "train.json") == train == TrainConfig(5, 1, z_loss=0.5)
 
 
 def test_json_round_trip(tmp_path):

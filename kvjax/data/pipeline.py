@@ -110,6 +110,7 @@ def training_iterator(config: DataConfig, tokenizer: Tokenizer, batch_size: int,
     batch_size × process_count, never on `config.workers`. Raises ConfigError if there is no whole row.
     """
     require(0 <= process_index < process_count, f"process_index is {process_index} of {process_count} processes")
+    require(config.validation_fraction < 1, "data.validation_fraction is 1: nothing is left to train on; lower it")
     array = token_splits(config, tokenizer).train
     rows = _rows(array, length, config.pack, remainder=False)
     require(len(rows) > 0, f"{array.name} has {len(array.tokens)} tokens, too few for one sequence of {length}: "

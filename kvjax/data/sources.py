@@ -71,7 +71,7 @@ def hash_position(text: str) -> float:
 def hold_out(name: str, documents: Documents, fraction: float) -> Splits[Documents]:
     """Splits documents by the hash of their text; blank ones are left out, and at least one is held out.
 
-    Raises ConfigError, naming the source `name`, if there is no text or nothing is left to train on.
+    Raises ConfigError, naming the source `name`, if there is no text, or unless all is to be held out, none left.
     """
     position = np.array([hash_position(text) if text.strip() else np.nan for text in documents])
     require(bool(np.isfinite(position).any()), f"{name} holds no text: give files with text in them")

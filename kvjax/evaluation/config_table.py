@@ -150,7 +150,8 @@ def main(names: Sequence[str]) -> None:
 if __name__ == "__main__":
     try:
         if {"-h", "--help"} & set(sys.argv[1:]):
-            sys.exit(__doc__)
+            print(__doc__)
+            sys.exit()
         main(sys.argv[1:])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -49,8 +49,9 @@ def _text(config: Config, tokenizer: Tokenizer) -> str:
     passes = config.train.steps * config.train.batch_size * config.model.context_length / train
     documents, held_out = (len(split.starts) - 1 for split in splits)
     size, room = tokenizer.vocab_size, config.model.vocab_size
-    return (f"text: {train:,} tokens in {documents:,} documents, to be read {passes:.2g} times; held out: {held:,} in "
-            f"{held_out:,}; vocabulary: {size:,}" + (f" (the model has room for {room:,})" if size < room else ""))
+    more = f" (the model has room for {room:,})" if size < room else ""
+    return (f"text: {train:,} tokens in {documents:,} documents, to be read about {passes:.2g} times; held out: "
+            f"{held:,} in {held_out:,}; vocabulary: {size:,}{more}")
 
 
 def has_readable_text(config: DataConfig) -> bool:

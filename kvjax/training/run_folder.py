@@ -1,7 +1,7 @@
 """The folder of a run: which configuration it holds, and what may be deleted in it.
 
     config.json  tokenizer/  checkpoints/  damaged/  metrics.jsonl  tensorboard/  profile/  eval/ (of `eval.py`)
-    conversion.json (of a run that starts from a trained model)
+    conversion.json  source.json (of a run that starts from a trained model)
 """
 
 from __future__ import annotations

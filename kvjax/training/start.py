@@ -98,8 +98,7 @@ def convert_source(source: Source, config: Config, tokenizer: Tokenizer, mesh: M
     with _on_the_host():
         conversion = convert(source.model, source.params, config.model, calibration)
     params = jax.device_get(conversion.params)
-    multihost_utils.assert_equal(_digest(params), "the processes have not made the same model of the source: their "
-                                                  "machines compute differently; convert it with one process first")
+    _require_same(params)
     params = place_parameters(config.model, params, mesh)
     return Start(conversion, params, source_loss, _loss(config.model, params, text))
 
@@ -107,25 +106,30 @@ def convert_source(source: Source, config: Config, tokenizer: Tokenizer, mesh: M
 @contextmanager
 def _on_the_host() -> Iterator[None]:
     """Computes with the CPU and its memory: a whole model need not fit on one accelerator."""
-    cpu = jax.local_devices(backend="cpu")[0]
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        cpu = jax.local_devices()[0]
     with jax.set_mesh(make_mesh(MeshConfig(), [cpu])), jax.default_device(cpu):
         yield
 
 
-def _digest(params: Any) -> np.ndarray:
-    return np.uint32(functools.reduce(lambda crc, x: zlib.crc32(np.ascontiguousarray(x), crc),
-                                      jax.tree.leaves(params), 0))
+def _require_same(params: Any) -> None:
+    """Raises ConfigError if processes whose machines compute differently made different weights."""
+    digest = functools.reduce(lambda crc, x: zlib.crc32(np.ascontiguousarray(x), crc), jax.tree.leaves(params), 0)
+    found = multihost_utils.process_allgather(np.uint32(digest))
+    require(bool(np.all(found == digest)), "the processes have not made the same weights of the source: start the run "
+            "with one process, stop it after its first checkpoint, and resume it with all")
 
 
 def check_source(source: Source, config: Config, mesh: Mesh, folder: Path) -> None:
     """Raises ConfigError if the source cannot become the run's model, does not split over the mesh, or lies in the run.
 
-    `folder` is the run's: what lies there, or holds it, `--overwrite` would delete.
+    `folder` is the run's: what lies there `--overwrite` may delete.
     """
     own, other = folder.resolve(), source.path.resolve()
-    require(own != other and own not in other.parents and other not in own.parents,
-            f"the run's folder {folder} and the trained model {source.path} lie one in the other: choose another "
-            "--run-dir")
+    require(own != other and own not in other.parents,
+            f"the trained model {source.path} lies in the run's folder {folder}: choose another --run-dir")
     check_conversion(source.model, config.model)
     check(dataclasses.replace(config, model=dataclasses.replace(config.model, attention=source.model.attention,
                                                                 sharing=None)), mesh)

@@ -197,5 +197,7 @@ def test_two_processes_start_from_a_trained_model_as_one_does(
     for loss in ("source_loss", "converted_loss"):
         assert two[loss] == pytest.approx(one[loss], abs=1e-4)
     assert [fit["layer"] for fit in two["fits"]] == [1, 1, 2, 2]
+    fitted = [[fit["r_squared"] for fit in told["fits"]] for told in (one, two)]
+    np.testing.assert_allclose(*fitted, atol=1e-3)
     np.testing.assert_allclose(list(losses(tmp_path / "two").values()), list(losses(tmp_path / "one").values()),
                                rtol=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,6 +59,9 @@ def convert(source: ModelConfig, params: dict[str, Any], target: ModelConfig,
     check_conversion(source, target)
     require(calibration is not None or not needs_text(target),
             "this conversion is fitted on activations: give a calibration")
+    if calibration is not None:
+        windows = [w for w in (calibration.window, target.window) if w is not None]
+        calibration = replace(calibration, window=min(windows, default=None))
     outer, layers = unstack_layers(source, params)
     attention, fits, pairs = _attention(source, [layer["attention"] for layer in layers], target, calibration)
     float32 = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float32), tree)
