@@ -150,6 +150,9 @@ class ModelConfig(Checked):
     """Scale of the attention output projection's initial values, times its fan-in rule; 0 starts it at zero."""
     dtype: str = "bfloat16"
     """Compute type; parameters are always float32."""
+    kernel: str = "auto"
+    """What attends to a cache in decode steps: auto (for now xla), xla (plain JAX), tpu (a Pallas kernel) or reference
+    (its mathematics in plain JAX). One that is named is not replaced by another."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (keeps matrix products) or full (keeps inputs of layers only, or of
     groups of layers where they share)."""
@@ -159,6 +162,7 @@ class ModelConfig(Checked):
         _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")
         _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
         _require_choice(self, "remat", ("none", "dots", "full"))
+        _require_choice(self, "kernel", ("auto", "xla", "tpu", "reference"))
         _require_choice(self, "positions", ("rotary", "learned", "none"))
         _require_choice(self, "norm", ("rms", "layer"))
         _require_choice(self, "feed_forward", ("swiglu", "gelu"))

@@ -22,6 +22,8 @@ from kvjax.attention.partials import (
 )
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, bias_param, project, rms_norm
 from kvjax.config import register, require
+from kvjax.kernels.decode.api import Attending
+from kvjax.kernels.decode.heads import HeadParts, by_key_head, by_token
 
 
 @register("grouped_query")
@@ -97,6 +99,19 @@ class GroupedQuery(Attention):
         combine = head_parts_values if _axis(values) == 2 else feature_parts_values
         return attend(queries, view.parts(keys), view.parts(values), view.mask, self.head_dim**-0.5,
                       scores=parts_scores, combine=combine)
+
+    def attending(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...],
+                  entries: dict[str, int]) -> Attending:
+        keys, values = layer.state("k"), layer.state("v")
+        new, axis = queries[0].shape[1], _axis(values)
+        program = HeadParts(
+            new, self.heads // self.kv_heads, self.kv_heads, tuple((i, c.features[-1]) for i, c in enumerate(keys)),
+            tuple((i, *c.features) for i, c in enumerate(values, len(keys))))
+        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
+            return joined(tuple(by_token(out, new) for out in outputs), axis), by_token(lse, new)[..., 0]
+        return Attending(program, tuple(by_key_head(q, self.kv_heads) for q in queries),
+                         tuple((c.name, 0) for c in (*keys, *values)), result, self.head_dim**-0.5,
+                         split=1 if self.kv_heads > 1 else 2, divisible=len(values) == 1 or axis == -1)
 
     def output(self, weights: Weights, out: Array) -> Array:
         y = super().output(weights, out)

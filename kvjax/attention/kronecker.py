@@ -23,6 +23,8 @@ from kvjax.attention.components import Component
 from kvjax.attention.partials import Partial, attend, joined
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, project
 from kvjax.config import register, require
+from kvjax.kernels.decode.api import Attending
+from kvjax.kernels.decode.kronecker import KroneckerFactors, by_row, by_token
 
 
 @register("kronecker")
@@ -110,6 +112,19 @@ class Kronecker(Attention):
         keys, values = pairs("k_a", "k_b"), pairs("v_a", "v_b")
         return attend(queries, keys, values, view.mask, self.head_dim**-0.5,
                       scores=self._factor_scores, combine=self._factor_values)
+
+    def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Array,
+                  entries: dict[str, int]) -> Attending:
+        sizes, new = (self.h1, self.h2, self.d1, self.d2), queries.shape[1]
+        states = [layer.state(state) for state in ("k_a", "k_b", "v_a", "v_b")]
+        number = {c.name: i for i, c in enumerate(c for state in states for c in state)}
+        pairs = lambda a, b: tuple((number[x.name], number[y.name], x.features[0]) for x, y in zip(a, b, strict=True))
+        program = KroneckerFactors(new, *sizes, pairs(*states[:2]), pairs(*states[2:]))
+        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
+            means = by_token(outputs[0], new, self.h1, self.h2, self.d2)
+            return means, by_token(lse, new, self.h1, self.h2, 1)[..., 0]
+        return Attending(program, (by_row(queries, *sizes),), tuple((name, 0) for name in number), result,
+                         self.head_dim**-0.5)
 
     def _factor_scores(self, queries: Array, keys: tuple[tuple[Array, Array], ...]) -> Array:
         return sum(self._rank_scores(queries, a, b) for a, b in keys) / self.k_rank

@@ -17,6 +17,8 @@ from kvjax.attention.components import Component
 from kvjax.attention.partials import Partial, attend, feature_parts_values, joined, parts_scores, separated
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, fan_in, project, rms_norm
 from kvjax.config import register, require
+from kvjax.kernels.decode.api import Attending
+from kvjax.kernels.decode.heads import HeadParts, by_key_head, by_token
 
 
 @register("latent")
@@ -114,6 +116,19 @@ class Latent(Attention):
         keys = tuple(x[:, :, None] for x in view.parts((*layer.state("latent"), *layer.state("k_rope"))))
         return attend(queries, keys, keys[:-1], view.mask, self._scale(layer),
                       scores=parts_scores, combine=feature_parts_values)
+
+    def attending(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...],
+                  entries: dict[str, int]) -> Attending | None:
+        new = queries[-1].shape[1]
+        if self._expands(new):
+            return None
+        keys = (*layer.state("latent"), *layer.state("k_rope"))
+        sizes = tuple(enumerate(c.size for c in keys))
+        program = HeadParts(new, self.heads, 1, sizes, tuple((i, 1, size) for i, size in sizes[:-1]))
+        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
+            return joined(tuple(by_token(out, new) for out in outputs), -1), by_token(lse, new)[..., 0]
+        return Attending(program, tuple(by_key_head(q, 1) for q in queries), tuple((c.name, 0) for c in keys), result,
+                         self._scale(layer), split=2)
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Means of latents times v_up."""

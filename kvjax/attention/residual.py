@@ -18,8 +18,11 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.grouped_query import GroupedQuery
-from kvjax.attention.partials import Partial, attend, feature_parts_values, parts_scores, separated
+from kvjax.attention.partials import Partial, attend, feature_parts_values, joined, parts_scores, separated
 from kvjax.attention.variant import Layer, Param, View, Weights, fan_in, rms_norm
+from kvjax.kernels.decode.api import Attending
+from kvjax.kernels.decode.heads import RebuiltHeads, by_key_head, by_token, rotations
+from kvjax.kernels.decode.program import Past
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,27 @@ class ResidualHeads(GroupedQuery):
         values = (view["v_alpha"], *view.entries.get("v_delta", ()))
         return attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.head_dim**-0.5,
                       scores=parts_scores, combine=feature_parts_values)
+
+    def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Array,
+                  entries: dict[str, int]) -> Attending:
+        new, deltas = queries.shape[1], entries.get("k_delta", 0)
+        names = [[(f"{s}_alpha", 0), *((f"{s}_delta", j) for j in range(deltas))] for s in ("k", "v")]
+        widths = [self.head_dim, *[self.delta] * deltas]
+        program = RebuiltHeads(
+            new, self.heads // self.kv_heads, self.kv_heads, tuple(enumerate(widths)),
+            tuple((i, self.kv_heads, width) for i, width in enumerate(widths, 1 + deltas)),
+            norm_eps=layer.norm_eps if self.qk_norm else None, rotated=layer.rope.base is not None)
+        def constants(past: Past) -> tuple[tuple[Array, bool], ...]:
+            made = [(expand.reshape(-1, self.delta), True) for expand in _expansions(path, "k")]
+            made += [(path[-1]["qk_norm_k"][:, None], False)] if self.qk_norm else []
+            turns = rotations(layer.rope.frequencies(self.head_dim), layer.rope.rotation_factor, past.size, past.block)
+            return (*made, (jnp.asarray(turns), False)) if program.rotated else tuple(made)
+        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
+            return joined(tuple(by_token(out, new) for out in outputs), -1), by_token(lse, new)[..., 0]
+        ring = layer.state("k")[0].window is not None and program.rotated
+        return Attending(program, (by_key_head(queries, self.kv_heads),), (*names[0], *names[1]), result,
+                         self.head_dim**-0.5, split=1 if self.kv_heads > 1 else 2, constants=constants,
+                         refusal="keys that are rotated as they are read cannot lie in a ring" if ring else None)
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Expands the means: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""

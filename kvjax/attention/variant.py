@@ -20,6 +20,7 @@ from kvjax.attention.masks import Mask
 from kvjax.attention.partials import Partial, separated
 from kvjax.attention.rotary import Rope
 from kvjax.config import Variant
+from kvjax.kernels.decode.api import Attending
 
 Weights = dict[str, Array]
 
@@ -152,6 +153,14 @@ class Attention(Variant):
         `release(absorbed(absorb(queries), view))` equals `partial(queries, view)`.
         """
         return self.partial(layer, path, queries, view)
+
+    def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Any,
+                  entries: dict[str, int]) -> Attending | None:
+        """How a kernel does what `absorbed` does over the whole past; None: by no kernel.
+
+        `entries` says how many entries of each component the layer reads.
+        """
+        return None
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """What `absorbed` found in all blocks, merged, as outputs of heads [B, T, H, value width]: done once."""

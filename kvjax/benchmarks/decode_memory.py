@@ -67,6 +67,8 @@ class Shape:
     batch: int = 8
     length: int = 4096
     topology: str = "v5e:2x2"
+    kernel: str = "xla"
+    """What attends to the cache: xla or tpu."""
 
 
 def decode_tokens(model, count: int, params, tokens, cache: Cache):
@@ -81,7 +83,7 @@ def decode_tokens(model, count: int, params, tokens, cache: Cache):
 def compiled_memory(attention: Attention, sharing: Sharing | None, shape: Shape, count: int) -> tuple[int, int]:
     """(bytes of the cache, bytes of temporaries) of the compiled decode step of `count` tokens."""
     config = ModelConfig(attention=attention, sharing=sharing, vocab_size=1024, layers=shape.layers, width=1024,
-                         feed_forward_width=1024)
+                         feed_forward_width=1024, kernel=shape.kernel)
     mesh = single_device_mesh(tpu_devices(shape.topology)[0])
     place = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=named(mesh))  # noqa: E731
     params = jax.tree.map(partial(place, jnp.bfloat16), abstract_parameters(config))

@@ -16,12 +16,13 @@ from jax import Array
 
 from kvjax.attention.components import Segment, latest
 from kvjax.attention.masks import Mask, own_tokens
-from kvjax.attention.partials import Partial, merge, nothing_seen
+from kvjax.attention.partials import Partial, merge
 from kvjax.attention.sharing import make_attention, make_plan
 from kvjax.attention.variant import Param, View, rms_norm
 from kvjax.cache import Cache
 from kvjax.config import ModelConfig, require
 from kvjax.model.parameters import Table, group_table, layer_spec, outer_table, source_table
+from kvjax.model.past import attend_to_past
 from kvjax.sharding import constrain, pin_layout
 
 STREAM = ("batch", "length", None)
@@ -157,20 +158,10 @@ class GroupAttention:
         return View(entries, positions, context.own_mask(self.segment.window))
 
     def _attend_past(self, layer, queries, result: Partial) -> Partial:
-        variant, positions = self.variant, self.context.positions
         past = self.context.cache.past(next(c.name for c in layer.reads if c.cached))
         slots = {c.name: self._slots(c.name) for c in layer.reads if c.cached}
-        queries = variant.absorb(layer, self.path, queries)
-
-        def attend_block(block):
-            view = past.view(block, slots, positions, self.segment.window, self.config.dtype)
-            return variant.absorbed(layer, self.path, queries, view)
-
-        def step(block, found):
-            # A conditional, not a shorter loop: loops of unknown length have no gradient.
-            return jax.lax.cond(past.holds(block), lambda b, f: merge(f, attend_block(b)), lambda _, f: f, block, found)
-        found = jax.lax.fori_loop(0, past.blocks, step, nothing_seen(jax.eval_shape(attend_block, 0)))
-        return merge(result, variant.release(layer, self.path, found))
+        return merge(result, attend_to_past(self.config.kernel, self.variant, layer, self.path, queries, past, slots,
+                                            self.context.positions, self.segment.window, self.config.dtype))
 
     def _slots(self, name: str) -> tuple:
         """The slots of the cache that the layer reads: the routing rule on slot numbers."""

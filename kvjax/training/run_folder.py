@@ -29,7 +29,7 @@ CONTENTS = (TOKENIZER, TOKENIZER + UNFINISHED, CHECKPOINTS, DAMAGED, METRICS, TE
             CONVERSION, SOURCE, CONFIG + UNFINISHED, CONFIG)
 """What a run and its evaluation write: nothing else in its folder is ever deleted. The last marks it as a run's."""
 
-FREE = ("mesh", "checkpoint", "data.workers", "model.remat", "train.accumulation", "train.log_every",
+FREE = ("mesh", "checkpoint", "data.workers", "model.kernel", "model.remat", "train.accumulation", "train.log_every",
         "train.eval_every", "train.eval_batches", "train.sample_tokens", "train.sample_prompt", "train.accelerator",
         "train.profile_start", "train.profile_steps")
 """Settings that may change when a run resumes, because its result doesn't depend on them but for rounding."""

@@ -21,7 +21,7 @@ from kvjax.convert.uptrain.regression import Calibration, Fit
 from kvjax.model.layers import stack_layers, unstack_layers
 from kvjax.model.parameters import layer_spec
 
-MAY_DIFFER = ("attention", "sharing", "window", "dropout", "dtype", "remat", "output_init", "context_length")
+MAY_DIFFER = ("attention", "sharing", "window", "dropout", "dtype", "kernel", "remat", "output_init", "context_length")
 """Settings of the model in which source and target may differ."""
 
 

@@ -1,0 +1,75 @@
+"""Attention to a cache by a kernel: what a variant asks for, which implementation does it, and on which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax import Array
+
+from kvjax.kernels.decode import reference
+from kvjax.kernels.decode.program import Arrays, Entry, Past, Program
+
+IMPLEMENTATIONS = ("auto", "reference", "xla", "tpu")
+"""xla: plain JAX, one block of the cache after another. reference: a program in plain JAX, the whole past at once. tpu:
+a Pallas kernel. auto: xla, until kernels have been timed on the devices that they are for. One that is named never
+falls back to another."""
+MOST_NEW = 8
+"""New tokens of a sequence that are still a decode step; longer chunks rebuild keys and values, block by block."""
+BLOCK_BYTES, WORK_BYTES = 2**21, 2**22
+"""Of all entries together, and of what a program makes of them, for one step of a kernel: twice the first and a few
+times the second fit a TPU's fast memory."""
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How absorbed queries attend to cached components through a program."""
+
+    program: Program
+    queries: Arrays
+    """What the program takes of each sequence, [B, ...]."""
+    reads: tuple[tuple[str, int], ...]
+    """(component, number of its entry) of every block that the program takes, in its order."""
+    result: Callable[[Arrays, Array], tuple[Array, Array]]
+    """(outputs, log-sum-exps [B, rows, 1]) -> means [B, T, H, width], log-sum-exps [B, T, H]."""
+    scale: float
+    """Factor on the scores."""
+    split: int = 1
+    """The axis of the queries along which devices take equal parts of the heads."""
+    constants: Callable[[Past], tuple[tuple[Array, bool], ...]] = lambda past: ()
+    """What the program takes for all sequences, each with whether its first axis is one of heads."""
+    divisible: bool = True
+    """Whether the program can be divided."""
+    refusal: str | None = None
+    """Why no kernel can do this, if none can."""
+
+
+def choose(implementation: str, attending: Attending | None, new: int) -> str:
+    """The implementation that attends to the past: reference, xla or tpu.
+
+    Raises ValueError if the one that is named cannot.
+    """
+    if implementation in ("auto", "xla") or new > MOST_NEW:
+        return "xla"
+    why = "this attention has no decode program" if attending is None else attending.refusal
+    if why:
+        raise ValueError(f"kernel {implementation!r} cannot attend to this cache: {why}; choose auto or xla")
+    return implementation
+
+
+def block_of(program: Program, stored: list[Array], size: int) -> int:
+    """Tokens that a kernel reads at once: whole lanes that divide the size, as many as its memory has room for."""
+    per_token = sum(x.shape[2] * x.dtype.itemsize for x in stored)
+    most = min(BLOCK_BYTES // per_token, WORK_BYTES // (4 * program.work))
+    return max((n for n in range(LANES, size + 1, LANES) if size % n == 0 and n <= most), default=LANES)
+
+
+def run(implementation: str, program: Program, past: Past, queries: Arrays, constants: Arrays,
+        entries: tuple[Entry, ...], lengths: Array, interpret: Any = False) -> tuple[Arrays, Array]:
+    """A program over the past: the outputs [B, *shape] float32, and log-sum-exps [B, rows, 1]."""
+    if implementation == "reference":
+        return reference.decode(program, past, queries, constants, entries, lengths)
+    from kvjax.kernels.decode import tpu  # Pallas: where it is asked for
+    return tpu.decode(program, past, queries, constants, entries, lengths, interpret)

@@ -1,0 +1,91 @@
+"""Attention of new tokens to what a cache holds: by a kernel, or one block after another in plain JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.attention.components import Component
+from kvjax.attention.partials import Partial, merge, nothing_seen
+from kvjax.attention.variant import Attention, Layer, Weights
+from kvjax.cache import Past, stored_axes
+from kvjax.kernels.decode import api
+from kvjax.kernels.decode import program as kernels
+from kvjax.kernels.decode.program import Entry
+from kvjax.quantisation import is_quantised, scale_component
+from kvjax.sharding import per_device
+
+
+def attend_to_past(implementation: str, variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any,
+                   past: Past, slots: dict[str, tuple], positions: Array, window: int | None, dtype) -> Partial:
+    """Attention of a layer's queries to everything stored before them.
+
+    Args:
+        implementation: one of `kvjax.kernels.decode.api.IMPLEMENTATIONS`.
+        path: weights of the group's layers up to this one.
+        slots: for each component that the layer reads, the slots of its entries.
+        positions: [B, T] of the queries.
+        window: keys that a query sees at most.
+        dtype: the compute type.
+    """
+    queries = variant.absorb(layer, path, queries)
+    entries = {name: len(numbers) for name, numbers in slots.items()}
+    attending = variant.attending(layer, path, queries, entries)
+    chosen = api.choose(implementation, attending, positions.shape[1])
+    if chosen == "xla":
+        found = _block_by_block(variant, layer, path, queries, past, slots, positions, window, dtype)
+    else:
+        found = _by_kernel(chosen, attending, past, slots, window)
+    return variant.release(layer, path, found)
+
+
+def _block_by_block(variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any, past: Past,
+                    slots: dict[str, tuple], positions: Array, window: int | None, dtype) -> Partial:
+    def attend_block(block):
+        return variant.absorbed(layer, path, queries, past.view(block, slots, positions, window, dtype))
+
+    def step(block, found):
+        # A conditional, not a shorter loop: loops of unknown length have no gradient.
+        return jax.lax.cond(past.holds(block), lambda b, f: merge(f, attend_block(b)), lambda _, f: f, block, found)
+    return jax.lax.fori_loop(0, past.blocks, step, nothing_seen(jax.eval_shape(attend_block, 0)))
+
+
+def _by_kernel(implementation: str, attending: api.Attending, past: Past, slots: dict[str, tuple],
+               window: int | None) -> Partial:
+    """A kernel on each device's own sequences and heads."""
+    table, stored = {c.name: c for c in past.cache.table}, past.cache.components
+    components = tuple(table[name] for name, _ in attending.reads)
+    held = tuple((stored[c.name], jnp.asarray(slots[name][number]),
+                  *((stored[scale_component(c).name],) if is_quantised(past.cache.dtype) else ()))
+                 for c, (name, number) in zip(components, attending.reads, strict=True))
+    block = api.block_of(attending.program, [x for x, *_ in held], past.size)
+    block = past.size if implementation == "reference" else block
+    kind = kernels.Past(past.size, block, attending.scale, window, past.ring)
+    constants, split = attending.constants(kind), attending.split
+    heads = attending.queries[0].shape[split]
+
+    def run(queries: tuple, constants: list, held: tuple, lengths: Array):
+        entries = tuple(Entry(x, slot, scales[0] if scales else None, _scaled_together(c))
+                        for c, (x, slot, *scales) in zip(components, held, strict=True))
+        program = attending.program.divided(heads // queries[0].shape[split])
+        return api.run(implementation, program, kind, queries, tuple(constants), entries, lengths)
+
+    of_queries = ("batch", "kv_heads") if split == 1 else ("batch", None, "heads")
+    of_rows = ("batch", "kv_heads" if split == 1 else "heads", None)
+    arguments = attending.queries, [x for x, _ in constants], held, past.cache.lengths
+    axes = (tuple((*of_queries, *[None] * (q.ndim - len(of_queries))) for q in attending.queries),
+            [("kv_heads" if by_head and split == 1 else None, *[None] * (x.ndim - 1)) for x, by_head in constants],
+            tuple((stored_axes(c), (), *(stored_axes(scale_component(c)),) * (len(rest) - 1))
+                  for c, (_, *rest) in zip(components, held, strict=True)), ("batch",))
+    outputs = tuple(of_rows for _ in attending.program.outputs), of_rows
+    return Partial(*attending.result(*per_device(run, axes, outputs, arguments)(*arguments)))
+
+
+def _scaled_together(component: Component) -> int:
+    """Consecutive stored features that share a scale."""
+    groups = component.features[0] if len(component.features) > 1 else 1
+    heads = component.features[component.head_axis] if component.head_axis else 1
+    return component.size // (groups * heads)
