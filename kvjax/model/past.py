@@ -32,13 +32,12 @@ def attend_to_past(implementation: str, variant: Attention, layer: Layer, path: 
         dtype: the compute type.
     """
     queries = variant.absorb(layer, path, queries)
-    entries = {name: len(numbers) for name, numbers in slots.items()}
-    attending = variant.attending(layer, path, queries, entries)
-    chosen = api.choose(implementation, attending, positions.shape[1])
-    if chosen == "xla":
-        found = _block_by_block(variant, layer, path, queries, past, slots, positions, window, dtype)
+    if api.uses_program(implementation, positions.shape[1]):
+        entries = {name: len(numbers) for name, numbers in slots.items()}
+        attending = api.checked(implementation, variant.attending(layer, path, queries, entries))
+        found = _by_kernel(implementation, attending, past, slots, window)
     else:
-        found = _by_kernel(chosen, attending, past, slots, window)
+        found = _block_by_block(variant, layer, path, queries, past, slots, positions, window, dtype)
     return variant.release(layer, path, found)
 
 
@@ -70,7 +69,11 @@ def _by_kernel(implementation: str, attending: api.Attending, past: Past, slots:
     def run(queries: tuple, constants: list, held: tuple, lengths: Array):
         entries = tuple(Entry(x, slot, scales[0] if scales else None, _scaled_together(c))
                         for c, (x, slot, *scales) in zip(components, held, strict=True))
-        program = attending.program.divided(heads // queries[0].shape[split])
+        ways = heads // queries[0].shape[split]
+        if ways > 1 and not attending.divisible:
+            raise ValueError(f"kernel {implementation!r} cannot split value heads that come in parts over {ways} "
+                             "devices: choose kernel xla, or mesh.tensor 1")
+        program = attending.program.divided(ways)
         return api.run(implementation, program, kind, queries, tuple(constants), entries, lengths)
 
     of_queries = ("batch", "kv_heads") if split == 1 else ("batch", None, "heads")

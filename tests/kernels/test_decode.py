@@ -185,6 +185,14 @@ def test_devices_attend_to_their_own_sequences_and_heads(name):
     np.testing.assert_allclose(logits[:, 0], full[:, 8], atol=1e-4)
 
 
+def test_value_heads_in_parts_are_not_split_over_devices():
+    config = model_config(CASES["mha"].attention, vocab_size=64, layers=2, sharing=SkipV1(), kernel="reference")
+    model, params = kvjax.build_model(config), invariants.random_params(config)
+    with (jax.set_mesh(make_mesh(kvjax.config.MeshConfig(data=4, tensor=2))),
+          pytest.raises(ValueError, match="cannot split value heads .* over 2 devices: choose kernel xla")):
+        jax.eval_shape(lambda: kvjax.decode(model, params, jnp.ones((4, 1), int), kvjax.init_cache(config, 4, 8)))
+
+
 def test_a_kernel_that_is_named_is_not_replaced():
     config = model_config(CASES["gqa"].attention, layers=2, window=8, sharing=PathResidual(2, 3), kernel="tpu")
     model, params = kvjax.build_model(config), invariants.random_params(config)

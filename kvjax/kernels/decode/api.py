@@ -46,17 +46,17 @@ class Attending:
     """Why no kernel can do this, if none can."""
 
 
-def choose(implementation: str, attending: Attending | None, new: int) -> str:
-    """The implementation that attends to the past: reference, xla or tpu.
+def uses_program(implementation: str, new: int) -> bool:
+    """Whether a call with so many new tokens a sequence attends by a program, and not block by block."""
+    return implementation not in ("auto", "xla") and new <= MOST_NEW
 
-    Raises ValueError if the one that is named cannot.
-    """
-    if implementation in ("auto", "xla") or new > MOST_NEW:
-        return "xla"
+
+def checked(implementation: str, attending: Attending | None) -> Attending:
+    """What a variant asks for. Raises ValueError, with the reason, if the implementation that is named cannot do it."""
     why = "this attention has no decode program" if attending is None else attending.refusal
     if why:
         raise ValueError(f"kernel {implementation!r} cannot attend to this cache: {why}; choose auto or xla")
-    return implementation
+    return attending
 
 
 def block_of(program: Program, stored: list[Array], size: int) -> int:
