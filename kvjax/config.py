@@ -151,8 +151,9 @@ class ModelConfig(Checked):
     dtype: str = "bfloat16"
     """Compute type; parameters are always float32."""
     kernel: str = "auto"
-    """What attends to a cache in decode steps: auto (for now xla), xla (plain JAX), tpu (a Pallas kernel) or reference
-    (its mathematics in plain JAX). One that is named is not replaced by another."""
+    """What attends to a cache in decode steps: xla (plain JAX, block by block), tpu (a Pallas kernel), reference (the
+    kernel's program in plain JAX, the whole past at once) or auto (xla, until kernels have been timed on devices). One
+    that is named is not replaced by another; chunks of many tokens are read by xla."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (keeps matrix products) or full (keeps inputs of layers only, or of
     groups of layers where they share)."""

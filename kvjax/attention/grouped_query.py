@@ -23,7 +23,7 @@ from kvjax.attention.partials import (
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, bias_param, project, rms_norm
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
-from kvjax.kernels.decode.heads import HeadParts, by_key_head, by_token
+from kvjax.kernels.decode.heads import HeadParts, by_key_head, put_together
 
 
 @register("grouped_query")
@@ -107,10 +107,8 @@ class GroupedQuery(Attention):
         program = HeadParts(
             new, self.heads // self.kv_heads, self.kv_heads, tuple((i, c.features[-1]) for i, c in enumerate(keys)),
             tuple((i, *c.features) for i, c in enumerate(values, len(keys))))
-        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
-            return joined(tuple(by_token(out, new) for out in outputs), axis), by_token(lse, new)[..., 0]
         return Attending(program, tuple(by_key_head(q, self.kv_heads) for q in queries),
-                         tuple((c.name, 0) for c in (*keys, *values)), result, self.head_dim**-0.5,
+                         tuple((c.name, 0) for c in (*keys, *values)), put_together(new, axis), self.head_dim**-0.5,
                          split=1 if self.kv_heads > 1 else 2, divisible=len(values) == 1 or axis == -1)
 
     def output(self, weights: Weights, out: Array) -> Array:

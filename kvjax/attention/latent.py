@@ -18,7 +18,7 @@ from kvjax.attention.partials import Partial, attend, feature_parts_values, join
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, fan_in, project, rms_norm
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
-from kvjax.kernels.decode.heads import HeadParts, by_key_head, by_token
+from kvjax.kernels.decode.heads import HeadParts, by_key_head, put_together
 
 
 @register("latent")
@@ -125,10 +125,8 @@ class Latent(Attention):
         keys = (*layer.state("latent"), *layer.state("k_rope"))
         sizes = tuple(enumerate(c.size for c in keys))
         program = HeadParts(new, self.heads, 1, sizes, tuple((i, 1, size) for i, size in sizes[:-1]))
-        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
-            return joined(tuple(by_token(out, new) for out in outputs), -1), by_token(lse, new)[..., 0]
-        return Attending(program, tuple(by_key_head(q, 1) for q in queries), tuple((c.name, 0) for c in keys), result,
-                         self._scale(layer), split=2)
+        return Attending(program, tuple(by_key_head(q, 1) for q in queries), tuple((c.name, 0) for c in keys),
+                         put_together(new), self._scale(layer), split=2)
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Means of latents times v_up."""

@@ -18,10 +18,10 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.grouped_query import GroupedQuery
-from kvjax.attention.partials import Partial, attend, feature_parts_values, joined, parts_scores, separated
+from kvjax.attention.partials import Partial, attend, feature_parts_values, parts_scores, separated
 from kvjax.attention.variant import Layer, Param, View, Weights, fan_in, rms_norm
 from kvjax.kernels.decode.api import Attending
-from kvjax.kernels.decode.heads import RebuiltHeads, by_key_head, by_token, rotations
+from kvjax.kernels.decode.heads import RebuiltHeads, by_key_head, put_together, rotations
 from kvjax.kernels.decode.program import Past
 
 
@@ -80,12 +80,11 @@ class ResidualHeads(GroupedQuery):
             made += [(path[-1]["qk_norm_k"][:, None], False)] if self.qk_norm else []
             turns = rotations(layer.rope.frequencies(self.head_dim), layer.rope.rotation_factor, past.size, past.block)
             return (*made, (jnp.asarray(turns), False)) if program.rotated else tuple(made)
-        def result(outputs: tuple[Array, ...], lse: Array) -> tuple[Array, Array]:
-            return joined(tuple(by_token(out, new) for out in outputs), -1), by_token(lse, new)[..., 0]
         ring = layer.state("k")[0].window is not None and program.rotated
-        return Attending(program, (by_key_head(queries, self.kv_heads),), (*names[0], *names[1]), result,
-                         self.head_dim**-0.5, split=1 if self.kv_heads > 1 else 2, constants=constants,
-                         refusal="keys that are rotated as they are read cannot lie in a ring" if ring else None)
+        refusal = "keys that are rotated as they are read cannot lie in a ring" if ring else None
+        return Attending(program, (by_key_head(queries, self.kv_heads),), (*names[0], *names[1]),
+                         put_together(new), self.head_dim**-0.5, split=1 if self.kv_heads > 1 else 2,
+                         constants=constants, refusal=refusal)
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Expands the means: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""

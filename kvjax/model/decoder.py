@@ -243,7 +243,7 @@ class Decoder(nn.Module):
         scanned = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
                           length=make_plan(self.config).segments[segment].repeats,
                           in_axes=(0, nn.broadcast, nn.broadcast),
-                          # That check takes a kernel's call, which jax 0.11 does not drop when unused, for a constant.
+                          # flax's check fails on kernels that are compiled with jax 0.11.
                           check_constancy_invariants=self.config.kernel in ("auto", "xla"))
         return scanned(self.config, segment, name=f"segment_{segment}")
 

@@ -24,7 +24,7 @@ def attend_to_past(implementation: str, variant: Attention, layer: Layer, path: 
     """Attention of a layer's queries to everything stored before them.
 
     Args:
-        implementation: one of `kvjax.kernels.decode.api.IMPLEMENTATIONS`.
+        implementation: see `ModelConfig.kernel`.
         path: weights of the group's layers up to this one.
         slots: for each component that the layer reads, the slots of its entries.
         positions: [B, T] of the queries.

@@ -11,10 +11,6 @@ from jax import Array
 from kvjax.kernels.decode import reference
 from kvjax.kernels.decode.program import Arrays, Entry, Past, Program
 
-IMPLEMENTATIONS = ("auto", "reference", "xla", "tpu")
-"""xla: plain JAX, one block of the cache after another. reference: a program in plain JAX, the whole past at once. tpu:
-a Pallas kernel. auto: xla, until kernels have been timed on the devices that they are for. One that is named never
-falls back to another."""
 MOST_NEW = 8
 """New tokens of a sequence that are still a decode step; longer chunks rebuild keys and values, block by block."""
 BLOCK_BYTES, WORK_BYTES = 2**21, 2**22

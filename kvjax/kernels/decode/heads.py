@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -23,6 +24,13 @@ def by_token(rows: Array, new: int) -> Array:
     """What `HeadParts` gives [B, heads n, d] -> [B, T, query heads, d]."""
     batch, _, width = rows.shape
     return jnp.swapaxes(rows.reshape(batch, -1, new, width), 1, 2)
+
+
+def put_together(new: int, axis: int = -1) -> Callable[[Arrays, Array], tuple[Array, Array]]:
+    """What makes [B, T, H, width], joined along `axis`, and [B, T, H] of a program's outputs and log-sum-exps."""
+    def result(outputs: Arrays, lse: Array) -> tuple[Array, Array]:
+        return jnp.concatenate([by_token(out, new) for out in outputs], axis=axis), by_token(lse, new)[..., 0]
+    return result
 
 
 @dataclass(frozen=True)
