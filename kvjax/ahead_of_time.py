@@ -18,6 +18,19 @@ from kvjax.model.placement import check
 from kvjax.sharding import AXES, make_mesh, named
 
 GIB = 2**30
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  clock_rate_ghz: 1.98 device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 4 }
+device_description_str: "NVIDIA H200"
+"""
+"""What XLA needs to know of a GPU that is not here."""
 
 
 def tpu_devices(topology: str) -> list[Any]:
@@ -33,6 +46,18 @@ def tpu_devices(topology: str) -> list[Any]:
     except Exception as error:
         raise ConfigError(f"TPU topology {topology!r}: {error}; compiling for TPUs needs `pip install jax[tpu]`, "
                           "and names such as v5e:4x4 or v5p:2x2x2") from error
+
+
+def gpu_devices(topology: str = "1x1x1") -> list[Any]:
+    """H200s for compilation only, as hosts x processes of each x GPUs of each.
+
+    Raises ConfigError where the CUDA plugin or its compiler is missing.
+    """
+    try:
+        return list(topologies.get_topology_desc("", platform="cuda", target_config=H200, topology=topology).devices)
+    except Exception as error:
+        raise ConfigError(f"H200s {topology!r}: {error}; compiling for GPUs needs `pip install jax-cuda13-plugin "
+                          "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt`") from error
 
 
 def single_device_mesh(device: Any) -> Mesh:

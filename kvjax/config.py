@@ -151,9 +151,10 @@ class ModelConfig(Checked):
     dtype: str = "bfloat16"
     """Compute type; parameters are always float32."""
     kernel: str = "auto"
-    """What attends to a cache in decode steps: xla (plain JAX, block by block), tpu (a Pallas kernel), reference (the
-    kernel's program in plain JAX, the whole past at once) or auto (xla, until kernels have been timed on devices). One
-    that is named is not replaced by another; chunks of many tokens are read by xla."""
+    """What attends: xla (plain JAX, block by block), tpu or gpu (Pallas kernels), reference (what these compute, in
+    plain JAX and all at once) or auto (in decode steps tpu, on kinds of TPUs on which it was timed, none so far; else
+    xla). One that is named is not replaced where it has a kernel: in decode steps, and for 128 tokens or more among
+    themselves (gpu: of Kronecker factors; heads go to cuDNN or xla). Chunks of many tokens read the cache by xla."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (keeps matrix products) or full (keeps inputs of layers only, or of
     groups of layers where they share)."""
@@ -163,7 +164,7 @@ class ModelConfig(Checked):
         _require_positive(self, "vocab_size", "layers", "width", "feed_forward_width", "context_length")
         _require_choice(self, "dtype", ("float32", "bfloat16", "float16"))
         _require_choice(self, "remat", ("none", "dots", "full"))
-        _require_choice(self, "kernel", ("auto", "xla", "tpu", "reference"))
+        _require_choice(self, "kernel", ("auto", "xla", "tpu", "gpu", "reference"))
         _require_choice(self, "positions", ("rotary", "learned", "none"))
         _require_choice(self, "norm", ("rms", "layer"))
         _require_choice(self, "feed_forward", ("swiglu", "gelu"))

@@ -81,12 +81,25 @@ def per_device(function: Callable, in_axes: Any, out_axes: Any, like: Any) -> Ca
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return function
-    undivided = {axis for axes, x in zip(jax.tree.leaves(in_axes, is_leaf=_is_axes), jax.tree.leaves(like), strict=True)
-                 for axis, size in zip(axes, x.shape, strict=True) if not _divides(mesh, axis, size)}
+    undivided = _undivided(mesh, in_axes, like)
     def specs(tree):
         keep = lambda axes: spec(*(None if a in undivided else a for a in axes))  # noqa: E731
         return jax.tree.map(keep, tree, is_leaf=_is_axes)
     return jax.shard_map(function, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False)
+
+
+def parts(axis: str, in_axes: Any, like: Any) -> int:
+    """Into how many parts `per_device`, called with the last two, splits a logical axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    whole = mesh.empty or mesh.manual_axes or axis in _undivided(mesh, in_axes, like)
+    return 1 if whole else _ways(mesh, axis)
+
+
+def _undivided(mesh, in_axes: Any, like: Any) -> set[str | None]:
+    """Logical axes that some of the arrays cannot be split along."""
+    arrays = zip(jax.tree.leaves(in_axes, is_leaf=_is_axes), jax.tree.leaves(like), strict=True)
+    return {axis for axes, x in arrays for axis, size in zip(axes, x.shape, strict=True)
+            if not _divides(mesh, axis, size)}
 
 
 def pin_layout(x: Array, *axes: str | None) -> Array:

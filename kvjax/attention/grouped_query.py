@@ -14,6 +14,7 @@ from kvjax.attention.components import Component
 from kvjax.attention.partials import (
     Partial,
     attend,
+    attend_parts,
     feature_parts_values,
     head_parts_values,
     joined,
@@ -24,6 +25,9 @@ from kvjax.attention.variant import Attention, Layer, Param, View, Weights, bias
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
 from kvjax.kernels.decode.heads import HeadParts, by_key_head, put_together
+
+APART = ("value heads come in parts, each split over devices by itself, so that a device holds values of other heads "
+         "than its keys, and bringing them together would move the cache in every step")
 
 
 @register("grouped_query")
@@ -87,9 +91,9 @@ class GroupedQuery(Attention):
 
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
         """Puts parts together: what follows is plain attention."""
-        keys, values = layer.state("k"), layer.state("v")
-        return attend(joined(queries, -1), joined(view.parts(keys), -1),
-                      joined(view.parts(values), _axis(values)), view.mask, self.head_dim**-0.5)
+        values = layer.state("v")
+        parts = view.parts(values) if _axis(values) == -1 else (joined(view.parts(values), 2),)
+        return attend_parts(queries, view.parts(layer.state("k")), parts, view.mask, self.head_dim**-0.5)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
         """Attention to parts as they lie in the cache: key parts add scores, value parts concatenate outputs."""
@@ -104,12 +108,13 @@ class GroupedQuery(Attention):
                   entries: dict[str, int]) -> Attending:
         keys, values = layer.state("k"), layer.state("v")
         new, axis = queries[0].shape[1], _axis(values)
+        apart = APART if len(values) > 1 and axis == 2 else None
         program = HeadParts(
             new, self.heads // self.kv_heads, self.kv_heads, tuple((i, c.features[-1]) for i, c in enumerate(keys)),
             tuple((i, *c.features) for i, c in enumerate(values, len(keys))))
         return Attending(program, tuple(by_key_head(q, self.kv_heads) for q in queries),
                          tuple((c.name, 0) for c in (*keys, *values)), put_together(new, axis), self.head_dim**-0.5,
-                         split=1 if self.kv_heads > 1 else 2, divisible=len(values) == 1 or axis == -1)
+                         split=1 if self.kv_heads > 1 else 2, undivided=apart)
 
     def output(self, weights: Weights, out: Array) -> Array:
         y = super().output(weights, out)

@@ -21,6 +21,7 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.partials import Partial, attend, joined
+from kvjax.attention.tiled import attend_factors, by_kernel
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, project
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
@@ -97,8 +98,11 @@ class Kronecker(Attention):
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
         """Rebuilds the viewed keys and values; ranks may come in parts, as a sharing scheme says."""
         whole = lambda state: joined(view.parts(layer.state(state)), 2)
-        keys, values = kronecker_mean(whole("k_a"), whole("k_b")), kronecker_mean(whole("v_a"), whole("v_b"))
-        return attend(queries, keys, values, view.mask, self.head_dim**-0.5)
+        keys, values = (whole("k_a"), whole("k_b")), (whole("v_a"), whole("v_b"))
+        if by_kernel(view.mask):
+            out, lse = attend_factors(queries, keys, values, view.mask, self.head_dim**-0.5)
+            return Partial(out.astype(jnp.float32), lse)
+        return attend(queries, kronecker_mean(*keys), kronecker_mean(*values), view.mask, self.head_dim**-0.5)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
         """Scores and values in factor space; no key or value is built.

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.components import Component
-from kvjax.attention.partials import Partial, attend, feature_parts_values, joined, parts_scores, separated
+from kvjax.attention.partials import (
+    Partial,
+    attend,
+    attend_parts,
+    feature_parts_values,
+    joined,
+    parts_scores,
+    separated,
+)
 from kvjax.attention.variant import Attention, Layer, Param, View, Weights, fan_in, project, rms_norm
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
@@ -97,9 +105,8 @@ class Latent(Attention):
         latent = joined(view.parts(layer.state("latent")), -1)
         (rope,) = view.parts(layer.state("k_rope"))
         nope = project(latent, path[-1]["k_up"])
-        rope = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], self.rope_dim))
-        return attend(joined(queries, -1), joined((nope, rope), -1), project(latent, path[-1]["v_up"]), view.mask,
-                      self._scale(layer))
+        return attend_parts(queries, (nope, rope[:, :, None]), (project(latent, path[-1]["v_up"]),), view.mask,
+                            self._scale(layer))
 
     def absorb(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, Array]) -> tuple[Array, ...]:
         """Queries against the parts of the latent, q k_up, and those with rotation."""

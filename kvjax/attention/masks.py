@@ -31,6 +31,8 @@ class Mask:
 
     complete: bool = struct.field(pytree_node=False, default=False)
     """These are all keys there are: nothing will be merged, so nobody needs the log-sum-exp."""
+    kernel: str = struct.field(pytree_node=False, default="xla")
+    """What attends, if the tokens are the queries' own: see `ModelConfig.kernel`."""
 
     def dense(self) -> Array:
         """Bool [B or 1, T, S]."""
@@ -53,7 +55,9 @@ class Mask:
             valid=cut(self.valid, keys))
 
 
-def own_tokens(length: int, segment_ids: Array | None, window: int | None, complete: bool = False) -> Mask:
+def own_tokens(length: int, segment_ids: Array | None, window: int | None, complete: bool = False,
+               kernel: str = "xla") -> Mask:
     """The mask of `length` new tokens among themselves: causal, within documents, within the window."""
     order = jnp.arange(length)
-    return Mask(order, order, segment_ids, segment_ids, window=window, own=True, complete=complete)
+    return Mask(order, order, segment_ids, segment_ids, window=window, own=True, complete=complete,
+                kernel=kernel)

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.attention import tiled
 from kvjax.attention.masks import Mask
+from kvjax.attention.tiled import by_kernel
 
 MASKED = -1e30
 """Score of an unseen key: finite, so that fully masked rows stay free of NaN and vanish when merged."""
@@ -122,6 +124,20 @@ def attend(
         out = jax.lax.platform_dependent(queries, keys, values, cuda=cudnn, default=blocks)
         return Partial(out, None)
     return _blockwise(dense, queries, keys, values, mask)
+
+
+def attend_parts(queries: tuple[Array, ...], keys: tuple[Array, ...], values: tuple[Array, ...], mask: Mask,
+                 scale: float) -> Partial:
+    """`attend` with heads whose features come in parts [B, T, heads, features].
+
+    A kernel joins them where it reads them. Parts of keys may be of one head beside parts of many.
+    """
+    if by_kernel(mask) and mask.kernel != "gpu":  # of heads as they are, cuDNN has the kernel
+        out, lse = tiled.attend_heads(joined(queries, -1), keys, values, mask, scale)
+        return Partial(out.astype(jnp.float32), lse)
+    heads = max(k.shape[2] for k in keys)
+    keys = tuple(jnp.broadcast_to(k, (*k.shape[:2], heads, k.shape[3])) for k in keys)
+    return attend(joined(queries, -1), joined(keys, -1), joined(values, -1), mask, scale)
 
 
 def _cudnn(window: int | None, scale: float, queries: Array, keys: Array, values: Array) -> Array:

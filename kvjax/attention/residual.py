@@ -18,7 +18,7 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.grouped_query import GroupedQuery
-from kvjax.attention.partials import Partial, attend, feature_parts_values, parts_scores, separated
+from kvjax.attention.partials import Partial, attend, attend_parts, feature_parts_values, parts_scores, separated
 from kvjax.attention.variant import Layer, Param, View, Weights, fan_in, rms_norm
 from kvjax.kernels.decode.api import Attending
 from kvjax.kernels.decode.heads import RebuiltHeads, by_key_head, put_together, rotations
@@ -58,7 +58,7 @@ class ResidualHeads(GroupedQuery):
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
         """Rebuilds the viewed keys and values."""
         values = _rebuilt(path, view, "v")
-        return attend(queries, self._keys(layer, path, view), values, view.mask, self.head_dim**-0.5)
+        return attend_parts((queries,), (self._keys(layer, path, view),), (values,), view.mask, self.head_dim**-0.5)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
         """Rebuilds keys only; the output is the means of v_alpha and of all v_delta [B, T, H, d + l delta]."""
@@ -78,13 +78,12 @@ class ResidualHeads(GroupedQuery):
         def constants(past: Past) -> tuple[tuple[Array, bool], ...]:
             made = [(expand.reshape(-1, self.delta), True) for expand in _expansions(path, "k")]
             made += [(path[-1]["qk_norm_k"][:, None], False)] if self.qk_norm else []
-            turns = rotations(layer.rope.frequencies(self.head_dim), layer.rope.rotation_factor, past.size, past.block)
+            turns = rotations(layer.rope.frequencies(self.head_dim), layer.rope.rotation_factor,
+                              past.room or past.size, past.block)
             return (*made, (jnp.asarray(turns), False)) if program.rotated else tuple(made)
-        ring = layer.state("k")[0].window is not None and program.rotated
-        refusal = "keys that are rotated as they are read cannot lie in a ring" if ring else None
         return Attending(program, (by_key_head(queries, self.kv_heads),), (*names[0], *names[1]),
                          put_together(new), self.head_dim**-0.5, split=1 if self.kv_heads > 1 else 2,
-                         constants=constants, refusal=refusal)
+                         constants=constants)
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Expands the means: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""

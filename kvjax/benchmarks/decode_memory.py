@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -30,10 +31,11 @@ from kvjax.attention import (
     SkipV1,
     Yoco,
 )
-from kvjax.cache import Cache, init_cache
+from kvjax.cache import Cache, init_cache, stored_axes
 from kvjax.config import ModelConfig
 from kvjax.decoding import decode
 from kvjax.model import abstract_parameters, build_model
+from kvjax.model.placement import parameter_shardings
 from kvjax.sharding import named
 
 GQA = GroupedQuery(heads=32, kv_heads=8, head_dim=128)
@@ -69,6 +71,8 @@ class Shape:
     topology: str = "v5e:2x2"
     kernel: str = "xla"
     """What attends to the cache: xla or tpu."""
+    dtype: str = "bfloat16"
+    """Element type of the cache."""
 
 
 def decode_tokens(model, count: int, params, tokens, cache: Cache):
@@ -82,16 +86,27 @@ def decode_tokens(model, count: int, params, tokens, cache: Cache):
 
 def compiled_memory(attention: Attention, sharing: Sharing | None, shape: Shape, count: int) -> tuple[int, int]:
     """(bytes of the cache, bytes of temporaries) of the compiled decode step of `count` tokens."""
+    mesh = single_device_mesh(tpu_devices(shape.topology)[0])
+    cache, compiled = compiled_step(attention, sharing, shape, count, mesh)
+    return cache.nbytes, compiled.memory_analysis().temp_size_in_bytes
+
+
+def compiled_step(attention: Attention, sharing: Sharing | None, shape: Shape, count: int,
+                  mesh: Mesh) -> tuple[Cache, jax.stages.Compiled]:
+    """The shapes of the cache, and the compiled decode step of `count` tokens over a mesh."""
     config = ModelConfig(attention=attention, sharing=sharing, vocab_size=1024, layers=shape.layers, width=1024,
                          feed_forward_width=1024, kernel=shape.kernel)
-    mesh = single_device_mesh(tpu_devices(shape.topology)[0])
-    place = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=named(mesh))  # noqa: E731
-    params = jax.tree.map(partial(place, jnp.bfloat16), abstract_parameters(config))
-    cache = jax.eval_shape(partial(init_cache, config, shape.batch, shape.length))
-    tokens = jax.ShapeDtypeStruct((shape.batch, 1), jnp.int32)
+    params = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place),
+                          abstract_parameters(config), parameter_shardings(config, mesh))
+    cache = jax.eval_shape(partial(init_cache, config, shape.batch, shape.length, shape.dtype))
+    by_row = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named(mesh, "batch"))  # noqa: E731
+    placed = jax.tree.map(by_row, cache).replace(components={
+        c.name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named(mesh, *stored_axes(c)))
+        for c in cache.table for x in [cache.components[c.name]]})
     run = jax.jit(partial(decode_tokens, build_model(config), count), donate_argnums=2)
-    compiled = run.lower(params, *jax.tree.map(partial(place, None), (tokens, cache))).compile()
-    return cache.nbytes, compiled.memory_analysis().temp_size_in_bytes
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # its devices may not be here
+        tokens = by_row(jax.ShapeDtypeStruct((shape.batch, 1), jnp.int32))
+        return cache, run.lower(params, tokens, placed).compile()
 
 
 def main(shape: Shape) -> None:

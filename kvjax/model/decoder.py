@@ -23,7 +23,7 @@ from kvjax.cache import Cache
 from kvjax.config import ModelConfig, require
 from kvjax.model.parameters import Table, group_table, layer_spec, outer_table, source_table
 from kvjax.model.past import attend_to_past
-from kvjax.sharding import constrain, pin_layout
+from kvjax.sharding import constrain, default_device, pin_layout
 
 STREAM = ("batch", "length", None)
 INPUTS = "attention inputs"
@@ -53,10 +53,11 @@ class Context:
         positions = jnp.take_along_axis(self.positions, last[:, None], axis=1)
         return self.replace(positions=positions, row_positions=self.positions, order=last[:, None])
 
-    def own_mask(self, window: int | None) -> Mask:
-        """Which of the rows of this call the tokens see."""
+    def own_mask(self, window: int | None, kernel: str) -> Mask:
+        """Which of the rows of this call the tokens see, and by which kernel."""
         if self.order is None:
-            return own_tokens(self.positions.shape[1], self.segment_ids, window, complete=self.cache is None)
+            return own_tokens(self.positions.shape[1], self.segment_ids, window, complete=self.cache is None,
+                              kernel=kernel)
         return Mask(self.order, jnp.arange(self.row_positions.shape[1]), window=window)
 
 
@@ -155,7 +156,7 @@ class GroupAttention:
                    for name in self.segment.reads}
         context = self.context
         positions = context.positions if context.row_positions is None else context.row_positions
-        return View(entries, positions, context.own_mask(self.segment.window))
+        return View(entries, positions, context.own_mask(self.segment.window, self.config.kernel))
 
     def _attend_past(self, layer, queries, result: Partial) -> Partial:
         past = self.context.cache.past(next(c.name for c in layer.reads if c.cached))
@@ -240,11 +241,13 @@ class Decoder(nn.Module):
         body = Group
         if self.config.remat != "none":
             body = nn.remat(Group, policy=REMAT[self.config.remat], prevent_cse=False)
+        kernel, platform = self.config.kernel, default_device().platform
+        plain = kernel == "xla" or kernel == "auto" and platform != "tpu"
         scanned = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
                           length=make_plan(self.config).segments[segment].repeats,
                           in_axes=(0, nn.broadcast, nn.broadcast),
                           # flax's check fails on kernels that are compiled with jax 0.11.
-                          check_constancy_invariants=self.config.kernel in ("auto", "xla"))
+                          check_constancy_invariants=plain)
         return scanned(self.config, segment, name=f"segment_{segment}")
 
     def __call__(self, tokens: Array, positions: Array | None = None, segment_ids: Array | None = None) -> Array:

@@ -16,15 +16,15 @@ from kvjax.kernels.decode import api
 from kvjax.kernels.decode import program as kernels
 from kvjax.kernels.decode.program import Entry
 from kvjax.quantisation import is_quantised, scale_component
-from kvjax.sharding import per_device
+from kvjax.sharding import default_device, parts, per_device
 
 
-def attend_to_past(implementation: str, variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any,
+def attend_to_past(kernel: str, variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any,
                    past: Past, slots: dict[str, tuple], positions: Array, window: int | None, dtype) -> Partial:
     """Attention of a layer's queries to everything stored before them.
 
     Args:
-        implementation: see `ModelConfig.kernel`.
+        kernel: see `ModelConfig.kernel`.
         path: weights of the group's layers up to this one.
         slots: for each component that the layer reads, the slots of its entries.
         positions: [B, T] of the queries.
@@ -32,11 +32,12 @@ def attend_to_past(implementation: str, variant: Attention, layer: Layer, path: 
         dtype: the compute type.
     """
     queries = variant.absorb(layer, path, queries)
+    implementation, found = api.implementation_of(kernel, default_device()), None
     if api.uses_program(implementation, positions.shape[1]):
         entries = {name: len(numbers) for name, numbers in slots.items()}
-        attending = api.checked(implementation, variant.attending(layer, path, queries, entries))
-        found = _by_kernel(implementation, attending, past, slots, window)
-    else:
+        attending = variant.attending(layer, path, queries, entries)
+        found = _by_kernel(kernel, implementation, attending, past, slots, window)
+    if found is None:
         found = _block_by_block(variant, layer, path, queries, past, slots, positions, window, dtype)
     return variant.release(layer, path, found)
 
@@ -52,39 +53,58 @@ def _block_by_block(variant: Attention, layer: Layer, path: tuple[Weights, ...],
     return jax.lax.fori_loop(0, past.blocks, step, nothing_seen(jax.eval_shape(attend_block, 0)))
 
 
-def _by_kernel(implementation: str, attending: api.Attending, past: Past, slots: dict[str, tuple],
-               window: int | None) -> Partial:
-    """A kernel on each device's own sequences and heads."""
-    table, stored = {c.name: c for c in past.cache.table}, past.cache.components
-    components = tuple(table[name] for name, _ in attending.reads)
-    held = tuple((stored[c.name], jnp.asarray(slots[name][number]),
-                  *((stored[scale_component(c).name],) if is_quantised(past.cache.dtype) else ()))
-                 for c, (name, number) in zip(components, attending.reads, strict=True))
-    block = api.block_of(attending.program, [x for x, *_ in held], past.size)
-    block = past.size if implementation == "reference" else block
-    kind = kernels.Past(past.size, block, attending.scale, window, past.ring)
-    constants, split = attending.constants(kind), attending.split
-    heads = attending.queries[0].shape[split]
+def _by_kernel(kernel: str, implementation: str, attending: api.Attending | None, past: Past,
+               slots: dict[str, tuple], window: int | None) -> Partial | None:
+    """A kernel on each device's own sequences and heads. None: auto declined. Raises ValueError: a named one cannot."""
+    if attending is None:
+        return api.decline(kernel, "this attention has no decode program")
+    components, held = _entries(attending, past, slots)
+    kind = _kind(implementation, attending, [x for x, *_ in held], past, window)
+    constants = attending.constants(kind)
+    arguments = attending.queries, [x for x, _ in constants], held, past.cache.lengths
+    axes, of_rows = _axes(attending, constants, components, held)
+    ways = parts(of_rows[1], axes, arguments)
+    if ways > 1 and attending.undivided:
+        return api.decline(kernel, f"heads cannot be split over {ways} devices: {attending.undivided}; set mesh.tensor "
+                                   "to 1")
+    program = attending.program.divided(ways)
 
     def run(queries: tuple, constants: list, held: tuple, lengths: Array):
         entries = tuple(Entry(x, slot, scales[0] if scales else None, _scaled_together(c))
                         for c, (x, slot, *scales) in zip(components, held, strict=True))
-        ways = heads // queries[0].shape[split]
-        if ways > 1 and not attending.divisible:
-            raise ValueError(f"kernel {implementation!r} cannot split value heads that come in parts over {ways} "
-                             "devices: choose kernel xla, or mesh.tensor 1")
-        program = attending.program.divided(ways)
         return api.run(implementation, program, kind, queries, tuple(constants), entries, lengths)
 
-    of_queries = ("batch", "kv_heads") if split == 1 else ("batch", None, "heads")
-    of_rows = ("batch", "kv_heads" if split == 1 else "heads", None)
-    arguments = attending.queries, [x for x, _ in constants], held, past.cache.lengths
+    outputs = tuple(of_rows for _ in program.outputs), of_rows
+    return Partial(*attending.result(*per_device(run, axes, outputs, arguments)(*arguments)))
+
+
+def _entries(attending: api.Attending, past: Past, slots: dict[str, tuple]) -> tuple[tuple, tuple]:
+    """Components that the program reads; of each (stored, slot), or with scales (stored, slot, scales)."""
+    table, stored = {c.name: c for c in past.cache.table}, past.cache.components
+    components = tuple(table[name] for name, _ in attending.reads)
+    scales = lambda c: (stored[scale_component(c).name],) if is_quantised(past.cache.dtype) else ()
+    return components, tuple((stored[c.name], jnp.asarray(slots[name][number]), *scales(c))
+                             for c, (name, number) in zip(components, attending.reads, strict=True))
+
+
+def _kind(implementation: str, attending: api.Attending, stored: list[Array], past: Past,
+          window: int | None) -> kernels.Past:
+    """The past as a kernel sees it: the reference reads it as one block."""
+    tiles = api.TILES.get(default_device().device_kind, api.DEFAULT)
+    block = past.size if implementation == "reference" else api.block_of(attending.program, stored, past.size, tiles)
+    return kernels.Past(past.size, block, attending.scale, window, past.ring, past.cache.capacity)
+
+
+def _axes(attending: api.Attending, constants: tuple, components: tuple[Component, ...], held: tuple) -> tuple:
+    """Logical axes of what a kernel takes (queries, constants, entries, lengths), and of each of its results."""
+    by_key_head = attending.split == 1
+    of_queries = ("batch", "kv_heads") if by_key_head else ("batch", None, "heads")
+    of_rows = ("batch", "kv_heads" if by_key_head else "heads", None)
     axes = (tuple((*of_queries, *[None] * (q.ndim - len(of_queries))) for q in attending.queries),
-            [("kv_heads" if by_head and split == 1 else None, *[None] * (x.ndim - 1)) for x, by_head in constants],
+            [("kv_heads" if by_head and by_key_head else None, *[None] * (x.ndim - 1)) for x, by_head in constants],
             tuple((stored_axes(c), (), *(stored_axes(scale_component(c)),) * (len(rest) - 1))
                   for c, (_, *rest) in zip(components, held, strict=True)), ("batch",))
-    outputs = tuple(of_rows for _ in attending.program.outputs), of_rows
-    return Partial(*attending.result(*per_device(run, axes, outputs, arguments)(*arguments)))
+    return axes, of_rows
 
 
 def _scaled_together(component: Component) -> int:

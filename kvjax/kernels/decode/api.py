@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels.decode import reference
@@ -13,10 +17,25 @@ from kvjax.kernels.decode.program import Arrays, Entry, Past, Program
 
 MOST_NEW = 8
 """New tokens of a sequence that are still a decode step; longer chunks rebuild keys and values, block by block."""
-BLOCK_BYTES, WORK_BYTES = 2**21, 2**22
-"""Of all entries together, and of what a program makes of them, for one step of a kernel: twice the first and a few
-times the second fit a TPU's fast memory."""
 LANES = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How much a kernel holds at once: twice the first, and a few times the second. The defaults fit any TPU."""
+
+    block_bytes: int = 2**21
+    """Of all entries together, for one step."""
+    work_bytes: int = 2**22
+    """Of what a program makes of them."""
+
+
+DEFAULT = Tiles()
+TILES: dict[str, Tiles] = {}
+"""Kinds of TPUs (`jax.Device.device_kind`) on which kernels were timed, with the best sizes there.
+
+`kvjax.benchmarks.tune` prints a row. `ModelConfig.kernel` auto takes a kernel on these, and nowhere else.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,29 +55,40 @@ class Attending:
     """The axis of the queries along which devices take equal parts of the heads."""
     constants: Callable[[Past], tuple[tuple[Array, bool], ...]] = lambda past: ()
     """What the program takes for all sequences, each with whether its first axis is one of heads."""
-    divisible: bool = True
-    """Whether the program can be divided."""
-    refusal: str | None = None
-    """Why no kernel can do this, if none can."""
+    undivided: str | None = None
+    """Why heads cannot be split over devices, if they cannot."""
+
+
+def implementation_of(kernel: str, device: jax.Device) -> str:
+    """The implementation that `ModelConfig.kernel` means on a device: auto is tpu where that was timed, else xla."""
+    if kernel != "auto":
+        return kernel
+    if device.platform == "tpu" and device.device_kind not in TILES:
+        decline(kernel, f"{device.device_kind!r} has no measured row: run kvjax.benchmarks.tune, or name kernel tpu")
+    return "tpu" if device.platform == "tpu" and device.device_kind in TILES else "xla"
 
 
 def uses_program(implementation: str, new: int) -> bool:
     """Whether a call with so many new tokens a sequence attends by a program, and not block by block."""
-    return implementation not in ("auto", "xla") and new <= MOST_NEW
+    return implementation != "xla" and new <= MOST_NEW
 
 
-def checked(implementation: str, attending: Attending | None) -> Attending:
-    """What a variant asks for. Raises ValueError, with the reason, if the implementation that is named cannot do it."""
-    why = "this attention has no decode program" if attending is None else attending.refusal
-    if why:
-        raise ValueError(f"kernel {implementation!r} cannot attend to this cache: {why}; choose auto or xla")
-    return attending
+def decline(kernel: str, why: str) -> None:
+    """Says once why auto attends in plain JAX. Raises ValueError, with the reason, for a kernel that was named."""
+    if kernel != "auto":
+        raise ValueError(f"kernel {kernel!r} cannot attend to this cache: {why}; choose auto or xla")
+    _log(f"kernel auto attends in plain JAX: {why}")
 
 
-def block_of(program: Program, stored: list[Array], size: int) -> int:
+@lru_cache
+def _log(line: str) -> None:
+    logging.getLogger(__name__).warning(line)
+
+
+def block_of(program: Program, stored: list[Array], size: int, tiles: Tiles = DEFAULT) -> int:
     """Tokens that a kernel reads at once: whole lanes that divide the size, as many as its memory has room for."""
     per_token = sum(x.shape[2] * x.dtype.itemsize for x in stored)
-    most = min(BLOCK_BYTES // per_token, WORK_BYTES // (4 * program.work))
+    most = min(tiles.block_bytes // per_token, tiles.work_bytes // (4 * program.work))
     return max((n for n in range(LANES, size + 1, LANES) if size % n == 0 and n <= most), default=LANES)
 
 
@@ -67,5 +97,29 @@ def run(implementation: str, program: Program, past: Past, queries: Arrays, cons
     """A program over the past: the outputs [B, *shape] float32, and log-sum-exps [B, rows, 1]."""
     if implementation == "reference":
         return reference.decode(program, past, queries, constants, entries, lengths)
-    from kvjax.kernels.decode import tpu  # Pallas: where it is asked for
-    return tpu.decode(program, past, queries, constants, entries, lengths, interpret)
+    # Pallas: where it is asked for.
+    if implementation == "gpu":
+        from kvjax.kernels.decode import gpu as kernels
+    else:
+        from kvjax.kernels.decode import tpu as kernels
+    kernel = partial(kernels.decode, interpret=interpret)
+    return with_gradient(kernel, program, past, queries, constants, entries, lengths)
+
+
+def with_gradient(kernel: Callable, program: Program, past: Past, queries: Arrays, constants: Arrays,
+                  entries: tuple[Entry, ...], lengths: Array) -> tuple[Arrays, Array]:
+    """What `kernel` gives, which takes what `reference.decode` takes; its gradient is the reference's."""
+    def by(decode: Callable, queries: Arrays, constants: Arrays, held: tuple, lengths: Array) -> tuple[Arrays, Array]:
+        whole = tuple(Entry(*arrays, entry.inner) for arrays, entry in zip(held, entries, strict=True))
+        return decode(program, past, queries, constants, whole, lengths)
+
+    @jax.custom_vjp
+    def attend(*arrays):
+        return by(kernel, *arrays)
+
+    def backward(arrays, cotangents):
+        return jax.vjp(partial(by, reference.decode), *arrays)[1](cotangents)
+
+    attend.defvjp(lambda *arrays: (by(kernel, *arrays), arrays), backward)
+    held = tuple((entry.stored, jnp.asarray(entry.slot, jnp.int32), entry.scales) for entry in entries)
+    return attend(tuple(queries), tuple(constants), held, lengths)

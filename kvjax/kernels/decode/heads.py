@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.kernels.decode.program import Arrays, Shape, dot, rem
+from kvjax.kernels.decode.program import Arrays, Shape, div, dot, rem
 
 
 def by_key_head(queries: Array, heads: int) -> Array:
@@ -80,7 +80,7 @@ class HeadParts:
             return replace(self, shared=self.shared // ways)
         return replace(self, heads=self.heads // ways, values=tuple((b, h // ways, d) for b, h, d in self.values))
 
-    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, step: Array | int) -> Array:
+    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, positions: Array) -> Array:
         def of_head(g: int) -> Array:
             return sum(dot(q[g], blocks[block][g * d:(g + 1) * d], (1, 0))
                        for q, (block, d) in zip(queries, self.keys, strict=True))
@@ -123,8 +123,8 @@ class RebuiltHeads(HeadParts):
     """Of the keys' RMS norm; None: they have none."""
     rotated: bool = True
 
-    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, step: Array | int) -> Array:
-        turn = self._turn(constants[-1], blocks[0].shape[1], step) if self.rotated else lambda x: x
+    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, positions: Array) -> Array:
+        turn = self._turn(constants[-1], positions) if self.rotated else lambda x: x
         def of_head(g: int) -> Array:
             keys = self._normed(self._rebuilt(g, constants, blocks), constants)
             return dot(queries[0][g], turn(keys).astype(queries[0].dtype), (1, 0))
@@ -144,12 +144,18 @@ class RebuiltHeads(HeadParts):
         factor = jax.lax.rsqrt((wide * wide).mean(axis=0, keepdims=True) + self.norm_eps)
         return (wide * factor * constants[len(self.keys) - 1].astype(jnp.float32)).astype(keys.dtype)
 
-    def _turn(self, table: Array, block: Array, step: Array | int):
-        """A function that rotates keys [d, S] by their places in the cache."""
-        half = self.keys[0][1] // 2
-        within, before = table[:2 * half, :block], table[:2 * half, block:]
+    def _turn(self, table: Array, positions: Array) -> Callable[[Array], Array]:
+        """A function that rotates keys [d, S] by their positions [1, S]."""
+        half, block = self.keys[0][1] // 2, positions.shape[1]
+        within, before = table[:, :block], table[:, block:]
+        places = jax.lax.broadcasted_iota(jnp.int32, positions.shape, 1)
+        starts = div(jnp.maximum(positions - places, 0), block)
         column = jax.lax.broadcasted_iota(jnp.int32, before.shape, 1)
-        start = jnp.where(column == step, before, 0).sum(axis=1, keepdims=True)
+        def of(number: Array) -> Array:
+            return jnp.where(column == number, before, 0).sum(axis=1, keepdims=True)
+        # Of a ring's tokens the newer ones, which come first in a block, are a turn ahead of the others.
+        first, last = starts[:, :1], starts[:, block - 1:]
+        start = jnp.where(starts == first, of(first), of(last))
         (cos, sin), (cos0, sin0) = ((x[:half], x[half:]) for x in (within, start))
         cos, sin = cos * cos0 - sin * sin0, sin * cos0 + cos * sin0  # the angle of a sum
 
@@ -159,11 +165,14 @@ class RebuiltHeads(HeadParts):
         return turn
 
 
-def rotations(frequencies: np.ndarray, factor: float, size: int, block: int) -> np.ndarray:
-    """[d, block + 128 k] float32: cosines over sines of places in a block, times `factor`; then of blocks' starts."""
+def rotations(frequencies: np.ndarray, factor: float, room: int, block: int) -> np.ndarray:
+    """[d, block + 128 k] float32: cosines over sines of places in a block, times `factor`; then of blocks' starts.
+
+    `frequencies` [d / 2] are angles per position, `room` the number of positions.
+    """
     def table(places: np.ndarray) -> np.ndarray:
         angles = frequencies[:, None] * places
         return np.concatenate([np.cos(angles), np.sin(angles)])
-    starts = np.arange(0, size, block)
+    starts = np.arange(0, room, block)
     before = np.pad(table(starts), ((0, 0), (0, -len(starts) % 128)))
     return np.concatenate([factor * table(np.arange(block)), before], axis=1).astype(np.float32)

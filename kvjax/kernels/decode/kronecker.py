@@ -64,7 +64,7 @@ class KroneckerFactors:
     def divided(self, ways: int) -> KroneckerFactors:
         return replace(self, h1=self.h1 // ways)
 
-    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, step: Array | int) -> Array:
+    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, positions: Array) -> Array:
         total, ranks = 0.0, sum(r for _, _, r in self.keys)
         for a, b, r in self.keys:
             half = dot(self._spread_queries(queries[0], r), blocks[a], (1, 0))

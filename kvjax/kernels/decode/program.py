@@ -44,6 +44,8 @@ class Past:
     """How many tokens a query sees at most, itself included; None: all."""
     ring: bool = False
     """Whether position p lies in slot p mod size."""
+    room: int | None = None
+    """Tokens that a sequence may reach, of which a ring keeps the last; None: size."""
 
     def first(self, length: Array) -> Array:
         """The first block in which any new token sees anything."""
@@ -75,8 +77,8 @@ class Program(Protocol):
     def tokens(self, rows: Array) -> Array:
         """Which of the new tokens each of the rows [rows, 1] int32 belongs to."""
 
-    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, step: Array | int) -> Array:
-        """[rows, S] float32, not scaled, of block number `step`."""
+    def scores(self, queries: Arrays, constants: Arrays, blocks: Arrays, positions: Array) -> Array:
+        """[rows, S] float32, not scaled, of a block of tokens at `positions`, int32 [1, S] (see `positions_of`)."""
 
     def weighted(self, weights: Array, blocks: Arrays) -> Arrays:
         """What weights [rows, S] float32 add to each of the sums, float32."""
@@ -96,6 +98,15 @@ def dequantised(block: Array, scales: Array | None, inner: int, dtype) -> Array:
     return (grouped * scales.astype(jnp.float32)[None, :, None]).reshape(block.shape).astype(dtype)
 
 
+def positions_of(past: Past, slots: Array, length: Array) -> Array:
+    """Positions of the tokens in these slots, int32; where a slot holds none, any number.
+
+    In a ring they are the slots plus the same number of turns, or, behind the newest token, plus one turn less.
+    """
+    newest = length - 1
+    return newest - rem(jnp.maximum(newest - slots, 0), past.size) if past.ring else slots
+
+
 def visible(past: Past, slots: Array, tokens: Array, length: Array) -> Array:
     """Which stored tokens the queries see, [rows, S].
 
@@ -107,9 +118,7 @@ def visible(past: Past, slots: Array, tokens: Array, length: Array) -> Array:
     held = slots < length
     if past.window is None:
         return held
-    newest = length - 1
-    positions = newest - rem(jnp.maximum(newest - slots, 0), past.size) if past.ring else slots
-    return held & (length + tokens - positions < past.window)
+    return held & (length + tokens - positions_of(past, slots, length) < past.window)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:

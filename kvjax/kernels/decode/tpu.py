@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.kernels.decode.program import MASKED, Arrays, Entry, Past, Program, dequantised, visible
+from kvjax.kernels.decode.program import MASKED, Arrays, Entry, Past, Program, dequantised, positions_of, visible
 
 
 def decode(program: Program, past: Past, queries: Arrays, constants: Arrays, entries: tuple[Entry, ...],
@@ -89,11 +89,11 @@ def _body(program: Program, past: Past, queries: int, constants: int, entries: t
         given, dtype = [tuple(ref[...] for ref in group) for group in (queries, constants)], queries[0].dtype
         blocks = tuple(dequantised(ref[...], scales[0][...] if scales else None, inner, dtype)
                        for ref, *scales, inner in stored)
-        scores = program.scores(*given, blocks, step) * past.scale
         iota = lambda axis, shape: jax.lax.broadcasted_iota(jnp.int32, shape, axis)  # noqa: E731
-        at = step * past.block + iota(1, scores.shape)
+        slots_of = lambda rows: step * past.block + iota(1, (rows, past.block))  # noqa: E731
+        scores = program.scores(*given, blocks, positions_of(past, slots_of(1), length)) * past.scale
         tokens = program.tokens(iota(0, (program.rows, 1)))
-        seen = visible(past, at, tokens, length)
+        seen = visible(past, slots_of(program.rows), tokens, length)
         scores = jnp.where(seen, scores, MASKED)
         highest = jnp.maximum(top[...], scores.max(axis=1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - highest), 0)
