@@ -9,7 +9,6 @@ into `TILES` of kvjax/kernels/decode/api.py if the kernel is the faster one: `ke
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,8 +23,9 @@ import tyro
 from jax import Array
 
 from kvjax.benchmarks.decode_memory import VARIANTS, decode_tokens
+from kvjax.benchmarks.device import command
 from kvjax.cache import Cache, init_cache
-from kvjax.config import ConfigError, ModelConfig, require
+from kvjax.config import ModelConfig, require
 from kvjax.kernels.decode import api
 from kvjax.kernels.decode.api import Tiles
 from kvjax.model import abstract_parameters, build_model
@@ -109,8 +109,4 @@ def main(shape: Shape) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Shape, description=__doc__))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    command(main, lambda: tyro.cli(Shape, description=__doc__))
