@@ -11,8 +11,6 @@ from kvjax.attention.masks import Mask
 from kvjax.kernels.attention import api
 from kvjax.sharding import per_device
 
-Axes = tuple[str | None, ...]
-
 
 def by_kernel(mask: Mask) -> bool:
     """Whether a kernel attends: to a call's own tokens, from as many on as fill one of its blocks."""

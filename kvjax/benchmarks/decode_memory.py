@@ -70,7 +70,7 @@ class Shape:
     length: int = 4096
     topology: str = "v5e:2x2"
     kernel: str = "xla"
-    """What attends to the cache: xla or tpu."""
+    """What attends to the cache: see `ModelConfig.kernel`."""
     dtype: str = "bfloat16"
     """Element type of the cache."""
 

@@ -19,7 +19,8 @@ from kvjax.config import ConfigError, require
 def kernel_here() -> str:
     """The kernels of the device that is here. Raises ConfigError on one that has none."""
     device = jax.devices()[0]
-    kernel = {"tpu": "tpu", "gpu": "gpu"}.get(device.platform)
+    hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")) == "9.0"
+    kernel = "tpu" if device.platform == "tpu" else "gpu" if hopper else None
     require(kernel is not None, f"the device here is a {device.device_kind} ({device.platform}): kernels are for TPUs "
                                 "and Hopper GPUs, run this on one")
     return kernel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,10 +104,13 @@ def restore_params(run_dir: Path | str, step: int | None = None, mesh: Mesh | No
       run_dir: folder of the run.
       step: which checkpoint; None: the newest that is intact.
       mesh: where the parameters are placed, split as in training; None: on JAX's default device.
+    Kernels of other devices than those that are here are not asked for: `kernel` is then auto.
     Raises ConfigError if there is no such checkpoint, none is intact, or it is of another architecture.
     """
     run_dir = Path(run_dir)
     config = load(Config, run_dir / run_folder.CONFIG)
+    if config.model.kernel in {"tpu", "gpu"} - {(mesh.devices.flat[0] if mesh else default_device()).platform}:
+        config = replace(config, model=replace(config.model, kernel="auto"))
     steps = sorted(int(path.name) for path in (run_dir / run_folder.CHECKPOINTS).glob("*") if path.name.isdecimal())
     require(bool(steps), f"{run_dir} holds no checkpoint: train it first")
     require(step is None or step in steps, f"{run_dir} holds no checkpoint of step {step}: there are {steps}")

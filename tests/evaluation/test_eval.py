@@ -52,6 +52,15 @@ def run_dir(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(("named", "restored"), [("tpu", "auto"), ("gpu", "auto"), ("reference", "reference")])
+def test_kernels_of_other_devices_are_not_asked_for(run_dir, tmp_path, named, restored):
+    folder = shutil.copytree(run_dir, tmp_path / "elsewhere")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["model"]["kernel"] = named
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert run.restore(folder).model.config.kernel == restored
+
+
 @pytest.fixture
 def eval_py(capsys):
     """eval_py(*arguments) runs the command here, on eight devices, and returns what it printed."""

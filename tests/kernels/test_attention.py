@@ -175,11 +175,20 @@ class TestContract:
         assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, second, strict=True))
 
 
-def test_rows_are_padded_as_little_as_blocks_allow(monkeypatch):
+def test_larger_blocks_equal_the_sums_too(monkeypatch):
+    monkeypatch.setattr(api, "BLOCKS", (256,))
+    kind, given = KINDS["gqa"], drawn(KINDS["gqa"], "window")
+    found = found_by("tpu", kind, "window", jnp.float32, *given)
+    for x, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(sums(kind, "window", *given)), strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_blocks_are_as_large_as_padding_allows(monkeypatch):
     monkeypatch.undo()
-    assert {n: api.block_of(n) for n in (128, 129, 300, 512, 600, 1024, 2000)} == {
-        128: (128, 128), 129: (256, 256), 300: (128, 384), 512: (512, 512), 600: (128, 640), 1024: (512, 1024),
-        2000: (512, 2048)}
+    assert {n: api.block_of(n, api.BLOCKS) for n in (128, 129, 300, 512, 600, 1025, 2000, 2176)} == {
+        128: (128, 128), 129: (256, 256), 300: (128, 384), 512: (512, 512), 600: (256, 768), 1025: (256, 1280),
+        2000: (512, 2048), 2176: (512, 2560)}
+    assert api.block_of(2000, (256, 128)) == (256, 2048)
 
 
 MODELS = {
@@ -236,6 +245,17 @@ def test_devices_attend_in_their_own_rows_and_heads(name):
     assert_alike(loss_and_gradients(config, params, (4, 150), mesh), loss_and_gradients(config, params, (4, 150)))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["kpa", "mla"])
+def test_devices_attend_by_the_tpu_kernel(name):
+    attention = replace(MLA, heads=4) if name == "mla" else MODELS[name].attention
+    config = model_config(attention, vocab_size=64, layers=1, kernel="tpu")
+    params, mesh = invariants.random_params(config), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with pltpu.force_tpu_interpret_mode():
+        found = loss_and_gradients(config, params, (4, 150), mesh)
+    assert_alike(found, loss_and_gradients(replace(config, kernel="xla"), params, (4, 150)))
+
+
 def test_a_sequence_in_parts_is_refused():
     config = model_config(CASES["gqa"].attention, vocab_size=64, layers=1, kernel="reference")
     with pytest.raises(ValueError, match="'reference' does not attend over 2 parts of a sequence: choose kernel x"):
@@ -252,6 +272,36 @@ def test_prefill_attends_by_the_kernel_and_fills_the_cache():
         second, _ = step(tokens[:, 130:], cache)
         return np.concatenate([first, second], axis=1)
     np.testing.assert_allclose(logits("reference"), logits("xla"), atol=1e-4)
+
+
+def shapes(kind, length, dtype):
+    """Queries, keys and values of a kind, as shapes on a v5e."""
+    place = named(single_device_mesh(tpu_devices("v5e:2x2")[0]))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, length, *x.shape[2:]), dtype, sharding=place),
+                        kind.draw(np.random.default_rng(0), 1))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [
+    (Parts(8, ((1, 256),), ((1, 256),)), "bfloat16"), (Split(2, 16, 8, 8), "bfloat16"),
+    pytest.param(Parts(32, ((4, 128),), ((4, 128),)), "float32", marks=pytest.mark.full)])
+def test_what_does_not_fit_fast_memory_at_once_is_done_in_smaller_parts(kind, dtype, monkeypatch):
+    """Compiled for a v5e, forward and backward: with 8 heads at once, and 512 tokens, none of these would be."""
+    monkeypatch.setattr(api, "BLOCKS", (512, 256, 128))
+    def run(*given):
+        return jax.grad(lambda *x: kind.attend("tpu", *x, None, None, SCALE)[0].astype(jnp.float32).sum(), (0, 1, 2))(
+            *given)
+    text = jax.jit(run).lower(*shapes(kind, 1024, dtype)).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+
+
+@pytest.mark.parametrize(("kind", "implementation", "dtype", "why"), [
+    (KINDS["kpa_8x2"], "tpu", "float16", "it takes bfloat16 or float32, and this is float16"),
+    (KINDS["gqa"], "gpu", "bfloat16", "it attends with Kronecker factors only"),
+    (Split(1, 64, 8, 16), "tpu", "float32", "64 heads at once of 128 features do not fit a TPU's fast memory")])
+def test_refusals_say_why(kind, implementation, dtype, why):
+    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), kind.draw(np.random.default_rng(0), 128))
+    with pytest.raises(ValueError, match=f"'{implementation}' cannot attend to these tokens: {why}; choose auto or"):
+        jax.eval_shape(lambda given: kind.attend(implementation, *given, None, None, SCALE), given)
 
 
 ATTENTIONS = {"kpa": Kronecker(8, 2), "kpa_5x5": Kronecker(5, 5, k_rank=3, v_rank=1), "tpa": Kronecker(16, 1, 1, 64),

@@ -28,7 +28,7 @@ def test_decoding_is_measured_case_by_case(monkeypatch):
 def test_kernel_and_materialised_attention_are_the_same():
     inputs = attention.drawn((2, 2), 1, 130)
     found = attention.forward_and_backward(lambda *x: attention.by_kernel("reference", *x, 0.125), inputs)()
-    wanted = attention.forward_and_backward(lambda *x: attention.materialised(*x, 0.125, None), inputs)()
+    wanted = attention.forward_and_backward(lambda *x: attention.materialised(*x, 0.125), inputs)()
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
         assert np.abs(x - y).max() < 2**-5 * np.abs(y).max()

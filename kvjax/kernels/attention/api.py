@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,15 @@ LEAST = 128
 BLOCKS = (512, 256, 128)
 MOST_HEADS = 8
 """Query heads that are served by a tile in one step of a kernel."""
+FAST_BYTES = 2**24
+"""Of a TPU's fast memory, that one kernel may take."""
+PADDING = 1.25
+"""How many times longer than need be rows may get for larger blocks."""
 
 
 def attend_heads(implementation: str, queries: Array, keys: Arrays, values: Arrays, segments: Array | None,
                  window: int | None, scale: float, interpret: Any = False) -> tuple[Array, Array]:
-    """Causal attention with keys and values as they are, whole or in parts of their features; not by gpu.
+    """Causal attention with keys and values as they are, whole or in parts of their features.
 
     Args:
         queries: [B, T, H, d].
@@ -32,9 +37,12 @@ def attend_heads(implementation: str, queries: Array, keys: Arrays, values: Arra
         window: tokens that a query sees at most, itself included.
     Returns:
         means [B, T, H, value features] in the queries' type, log-sum-exps [B, T, H] float32.
+    Raises ValueError, with the reason, if the implementation cannot.
     """
     groups, heads = max(x.shape[2] for x in (*keys, *values)), queries.shape[2]
-    together = max(n for n in range(1, MOST_HEADS + 1) if heads // groups % n == 0)
+    fits = lambda n: fast_bytes(JoinedTiles(), n, queries, keys, values, BLOCKS[0]) <= FAST_BYTES  # noqa: E731
+    shared = [n for n in range(1, MOST_HEADS + 1) if heads // groups % n == 0]
+    together = max(filter(fits, shared), default=1)
     return _attend(implementation, JoinedTiles(), heads // together, queries, keys, values, segments, window, scale,
                    interpret)
 
@@ -54,7 +62,8 @@ def attend_factors(implementation: str, queries: Array, keys: tuple[Array, Array
     if implementation == "gpu":
         from kvjax.kernels.attention.gpu import Sizes
         sizes = Sizes(h1, h2, d1, d2, keys[0].shape[2], values[0].shape[2], scale, window)
-        return on_gpu(sizes, None, interpret or None, queries, *keys, *values, segments)
+        ids = None if segments is None else segments.astype(jnp.int32)
+        return on_gpu(sizes, None, interpret or None, queries, *keys, *values, ids)
     rows = [_rows_of_factors(*factors) for factors in (keys, values)]
     return _attend(implementation, KroneckerTiles(h2, d1, d2), h1, queries, *rows, segments, window, scale, interpret)
 
@@ -67,8 +76,11 @@ def _rows_of_factors(a: Array, b: Array) -> tuple[Array, Array]:
 
 def _attend(implementation: str, tiles: Tiles, groups: int, queries: Array, keys: Arrays, values: Arrays,
             segments: Array | None, window: int | None, scale: float, interpret: Any) -> tuple[Array, Array]:
-    length = queries.shape[1]
-    block, padded = block_of(length)
+    length, heads = queries.shape[1], queries.shape[2] // groups
+    room = [n for n in BLOCKS if fast_bytes(tiles, heads, queries, keys, values, n) <= FAST_BYTES]
+    if implementation != "reference":
+        _check(implementation, queries, heads, room)
+    block, padded = block_of(length, room or BLOCKS)
     def tokens_last(x: Array) -> Array:
         """[B, T, heads, F] -> [B, heads, F, T], padded; what is padded comes last, where no token sees it."""
         return jnp.pad(jnp.moveaxis(x, 1, -1), (*[(0, 0)] * (x.ndim - 1), (0, padded - length)))
@@ -83,16 +95,44 @@ def _attend(implementation: str, tiles: Tiles, groups: int, queries: Array, keys
     return by_token(out), by_token(lse)
 
 
-def block_of(length: int) -> tuple[int, int]:
-    """Tokens of a block, and the length of rows padded to whole blocks: as few as can be, in the largest blocks."""
-    padded = {block: -(-length // block) * block for block in BLOCKS}
-    block = min(BLOCKS, key=lambda block: (padded[block], -block))
+def _check(implementation: str, queries: Array, heads: int, room: list[int]) -> None:
+    """Raises ValueError for what only a compiler would refuse otherwise; `room` is the blocks that fit."""
+    why = None
+    if implementation != "tpu":
+        why = "it attends with Kronecker factors only"
+    elif queries.dtype not in (jnp.bfloat16, jnp.float32):
+        why = f"it takes bfloat16 or float32, and this is {queries.dtype}"
+    elif not room:
+        why = f"{heads} heads at once of {queries.shape[-1]} features do not fit a TPU's fast memory"
+    if why:
+        raise ValueError(f"kernel {implementation!r} cannot attend to these tokens: {why}; choose auto or xla")
+
+
+def fast_bytes(tiles: Tiles, heads: int, queries: Array, keys: Arrays, values: Arrays, block: int) -> int:
+    """Of fast memory that the most demanding of the TPU's kernels takes, about, for so many heads at once.
+
+    What is read and written is there twice: one block is copied while another is worked on.
+    """
+    def made(parts: Arrays) -> int:
+        one = [jax.ShapeDtypeStruct((x.shape[-1], 1), jnp.float32) for x in parts]
+        return sum(tile.shape[0] for tile in jax.eval_shape(tiles, one))
+    item, features = queries.dtype.itemsize, heads * queries.shape[-1]
+    of_heads = 2 * 3 * features * item + 4 * features  # queries, gradients of means and of queries, and a sum
+    of_tiles = (made(keys) + made(values)) * (item + 2 * 4)  # tiles, their gradients, and these pulled back
+    of_sources = 2 * sum(x.shape[-1] for x in (*keys, *values)) * (item + 4)
+    return block * (of_heads + of_tiles + of_sources) + 4 * 4 * block**2  # and scores, a few times
+
+
+def block_of(length: int, blocks: Sequence[int]) -> tuple[int, int]:
+    """Tokens of a block, and the length of rows padded to whole blocks: the largest that pads little."""
+    padded = {block: -(-length // block) * block for block in blocks}
+    block = max(block for block in blocks if padded[block] <= PADDING * min(padded.values()))
     return block, padded[block]
 
 
 def run(implementation: str, plan: Plan, queries: Array, keys: Arrays, values: Arrays, segments: Array | None,
         interpret: Any = False) -> tuple[Array, Array]:
-    """What `tpu.forward` says, by an implementation; differentiable, the log-sum-exps too."""
+    """What `tpu.forward` says, by tpu or reference; differentiable, the log-sum-exps too."""
     if implementation == "reference":
         return reference.attention(plan, queries, keys, values, segments)
     return _differentiable(plan, interpret, queries, keys, values, segments)
@@ -115,9 +155,16 @@ def _backward(plan: Plan, interpret: Any, kept: tuple, gradients: tuple[Array, A
     *given, segments, out, lse = kept
     d_out, d_lse = gradients
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-2) - d_lse
-    found = tpu.backward(plan, *given, segments, lse, d_out, delta, interpret)
-    none = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
-    return *jax.tree.map(lambda x, like: x.astype(like.dtype), found, tuple(given)), none
+    return *_typed(tpu.backward(plan, *given, segments, lse, d_out, delta, interpret), tuple(given)), _none(segments)
+
+
+def _typed(gradients: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, like)
+
+
+def _none(segments: Array | None) -> Any:
+    """The gradient of whole numbers."""
+    return None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -140,8 +187,7 @@ def _backward_on_gpu(sizes: Any, tiles: Any, interpret: Any, kept: tuple, gradie
     *arrays, segments, _, _ = kept
     d_out, d_lse = gradients
     found = gpu.backward(sizes, *kept, d_out, d_lse, tiles=tiles, interpret=interpret)
-    none = None if segments is None else np.zeros(segments.shape, jax.dtypes.float0)
-    return *(x.astype(like.dtype) for x, like in zip(found, arrays, strict=True)), none
+    return *_typed(found, tuple(arrays)), _none(segments)
 
 
 on_gpu.defvjp(_forward_on_gpu, _backward_on_gpu)

@@ -35,4 +35,4 @@ def attention(plan: Plan, queries: Array, keys: Arrays, values: Arrays, segments
 
 def _per_head(plan: Plan, blocks: Arrays, heads: int) -> Arrays:
     tiles = plan.tiles([x.astype(jnp.float32) for x in blocks])
-    return tiles if len(tiles) == heads else tiles * heads
+    return tuple(tiles[h % len(tiles)] for h in range(heads))

@@ -1,7 +1,8 @@
 """What a decode kernel does with one block of the past: scores, and sums of values.
 
 A program is written on blocks as a cache stores them, [F, S] with the tokens in the lanes, in operations that a kernel
-can run. It says nothing of batches, memory or devices: `reference` and `tpu` run any program over a cache.
+can run. It says nothing of batches, memory or devices: `reference` and `tpu` run any program over a cache,
+`gpu` those that it has a plan for.
 """
 
 from __future__ import annotations
