@@ -5,6 +5,7 @@ tokens is read in place. F is the flattened features, head axis first, so that s
 The past is read through a handle (component, slot, block) and new rows of all layers are written once, after the last.
 A quantised cache holds the scales of its components as components of their own: they are written, split and counted
 like all others, and meet their values only where rows go in and where a block is read.
+Of tokens that were compacted away (`kvjax.compaction`) a prefix is left; those that follow keep their positions.
 """
 
 from __future__ import annotations
@@ -82,16 +83,26 @@ class Cache:
     components: dict[str, Array]
     """Name -> [slots, B, F, S]."""
     lengths: Array
-    """[B] int32: tokens held for each row, which is also the position of its next token."""
+    """[B] int32: tokens held for each row."""
     overflowed: Array
     """[B] bool: more tokens were appended than there is room for; they were dropped, and what follows is wrong."""
+    offsets: Array
+    """[B] int32: position of the first token held for each row; those before it were compacted."""
     table: tuple[Component, ...] = struct.field(pytree_node=False)
     capacity: int = struct.field(pytree_node=False)
+    prefix: Prefix | None = None
+    """What is left of tokens that were compacted."""
+
+    @property
+    def positions(self) -> Array:
+        """[B] int32: position of the next token of each row."""
+        return self.offsets + self.lengths
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all components as allocated."""
-        return sum(c.size * c.dtype.itemsize for c in self.components.values())
+        """Bytes of all components as allocated, those of the prefix included."""
+        own = sum(c.size * c.dtype.itemsize for c in self.components.values())
+        return own if self.prefix is None else own + self.prefix.cache.nbytes
 
     @property
     def dtype(self) -> np.dtype:
@@ -113,17 +124,18 @@ class Cache:
         rows = self._quantised(rows) if is_quantised(self.dtype) else rows
         stored = {c.name: to_stored(c, rows[c.name]).astype(self.components[c.name].dtype) for c in self.table}
         axes = {c.name: stored_axes(c) for c in self.table}
-        arguments = self.components, stored, self.lengths, jnp.minimum(counts, self.capacity - self.lengths)
-        write = per_device(self._write, (axes, axes, ("batch",), ("batch",)), axes, arguments)
+        fitting = jnp.minimum(counts, self.capacity - self.lengths)
+        arguments = self.components, stored, self.lengths, self.positions, fitting
+        write = per_device(self._write, (axes, axes, ("batch",), ("batch",), ("batch",)), axes, arguments)
         total = self.lengths + counts
         return self.replace(
             components=write(*arguments),
             lengths=jnp.minimum(total, self.capacity), overflowed=self.overflowed | (total > self.capacity))
 
     def _quantised(self, rows: dict[str, Array]) -> dict[str, Array]:
-        quantised = {}
+        quantised = dict(rows)
         for c in self.table:
-            if c.name in rows:
+            if scale_component(c) in self.table:
                 quantised[c.name], quantised[scale_component(c).name] = quantise(rows[c.name], c, self.dtype)
         return quantised
 
@@ -138,10 +150,11 @@ class Cache:
             raise ValueError(f"the cache has room for {self.capacity} tokens and would hold {longest}: "
                              f"init_cache with max_length of at least {longest}")
 
-    def _write(self, components, rows, lengths, counts):
+    def _write(self, components, rows, lengths, positions, counts):
         # Read-modify-write of one row's window at a time: it stays in place, where a scatter copies the cache.
         def write_row(row, components):
-            return {c.name: _write_window(components[c.name], rows[c.name], row, lengths[row], counts[row],
+            return {c.name: _write_window(components[c.name], rows[c.name], row,
+                                          (lengths if c.window is None else positions)[row], counts[row],
                                           ring=c.window is not None) for c in self.table}
         return jax.lax.fori_loop(0, lengths.shape[0], write_row, components)
 
@@ -161,17 +174,22 @@ class Past:
 
     @property
     def block(self) -> int:
-        """Tokens per block."""
-        return block_size(self.size)
+        """Tokens per block: as many whole tiles as divide the size."""
+        return max(n for n in range(LANES, BLOCK + 1, LANES) if self.size % n == 0)
 
     @property
     def blocks(self) -> int:
         """Blocks of the whole capacity."""
         return self.size // self.block
 
+    @property
+    def lengths(self) -> Array:
+        """[B] int32: tokens that were written for each row; a ring keeps the last of them."""
+        return self.cache.positions if self.ring else self.cache.lengths
+
     def holds(self, block: Array | int) -> Array:
         """Scalar bool: some row has tokens in this block."""
-        return jnp.max(self.cache.lengths) > block * self.block
+        return jnp.max(self.lengths) > block * self.block
 
     def view(self, block: Array | int, slots: dict[str, tuple], query_positions: Array, window: int | None,
              dtype) -> View:
@@ -198,12 +216,24 @@ class Past:
 
     def _positions(self, block: Array | int) -> tuple[Array, Array]:
         slot = block * self.block + jnp.arange(self.block)
-        lengths = self.cache.lengths[:, None]
+        lengths = self.lengths[:, None]
         if not self.ring:
-            return jnp.broadcast_to(slot, (lengths.shape[0], self.block)), slot < lengths
+            return self.cache.offsets[:, None] + slot, slot < lengths
         newest = lengths - 1  # a ring of S slots keeps position p in slot p mod S
         positions = newest - (newest - slot) % self.size
         return positions, positions >= 0
+
+
+@struct.dataclass
+class Prefix:
+    """What is left of compacted tokens: few keys and values of heads, fitted so that attention to them is nearly that
+    to all of the tokens. `kvjax.compaction` makes it; `kvjax.model.prefix` attends to it.
+    """
+
+    cache: Cache
+    """Its slots are entries, and its tokens the kept ones: components `k`, `v` and, unless all biases are 0, `bias`."""
+    entries: tuple[int | None, ...] = struct.field(pytree_node=False)
+    """The entry that each layer reads; None: it reads none, because its window keeps what it sees."""
 
 
 def stored_axes(component: Component) -> tuple[str | None, ...]:
@@ -270,8 +300,9 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype=None) -> 
     held, room = contents(config, dtype), capacity(max_length)
     def allocate(c: Component, slots: int, dtype: np.dtype) -> Array:
         return constrain(jnp.zeros((slots, batch, c.size, tokens_kept(c, room)), dtype), *stored_axes(c))
-    return Cache({stored.component.name: allocate(*stored) for stored in held}, jnp.zeros((batch,), jnp.int32),
-                 jnp.zeros((batch,), bool), tuple(stored.component for stored in held), room)
+    none = lambda dtype: jnp.zeros((batch,), dtype)  # arrays of their own: what is donated must not be one twice
+    return Cache({stored.component.name: allocate(*stored) for stored in held}, none(jnp.int32), none(bool),
+                 none(jnp.int32), tuple(stored.component for stored in held), room)
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype=None, length: int | None = None) -> float:

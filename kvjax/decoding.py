@@ -41,7 +41,7 @@ def decode(
     counts = _checked_counts(tokens, counts)
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < counts[:, None], tokens, 0)  # padding may be anything
     _check_known_ids(tokens, model.config.vocab_size)
-    _check_positions(model, cache.lengths + counts)
+    _check_positions(model, cache.positions + counts)
     last = jnp.maximum(counts - 1, 0) if last_only else None
     logits, rows = model.apply({"params": params}, tokens, cache, last, method="extend")
     return logits, cache.append(rows, counts)

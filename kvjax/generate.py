@@ -60,7 +60,7 @@ class State:
 
 def generate(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0,
-             eos_id: int | None = None, cache_dtype=None) -> list[list[int]]:
+             eos_id: int | None = None, cache_dtype=None, cache: Cache | None = None) -> list[list[int]]:
     """Continues every prompt.
 
     Args:
@@ -72,14 +72,16 @@ def generate(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *,
       seed: a row's draws depend on the seed, the row's index and its own prompt, not on the rest of the batch.
       eos_id: a row stops after drawing this token; None: all rows draw `max_new_tokens`.
       cache_dtype: element type of the cache, as `kvjax.init_cache` takes it; None: the compute type.
+      cache: what comes before the prompts, with room for them and for what is drawn; not changed. None: nothing.
 
     Returns: the new tokens of each prompt, `eos_id` included.
-    Raises ConfigError on an empty prompt, token ids outside the vocabulary, or settings that make no sense.
+    Raises ConfigError on an empty prompt, token ids outside the vocabulary, settings that make no sense, or a cache
+    without room.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     for new in generate_stream(model, params, prompts, max_new_tokens=max_new_tokens, temperature=temperature,
                                top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, eos_id=eos_id, cache_dtype=cache_dtype,
-                               stride=STRIDE):
+                               stride=STRIDE, cache=cache):
         for row, tokens in zip(rows, new, strict=True):
             row.extend(tokens)
     return rows
@@ -87,7 +89,8 @@ def generate(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *,
 
 def generate_stream(model: nn.Module, params: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
                     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0,
-                    eos_id: int | None = None, cache_dtype=None, stride: int = 4) -> Iterator[list[list[int]]]:
+                    eos_id: int | None = None, cache_dtype=None, stride: int = 4,
+                    cache: Cache | None = None) -> Iterator[list[list[int]]]:
     """As `generate`, but yields the next `stride` (at most 32) tokens of every row as soon as they are drawn.
 
     Rows that are done yield empty lists. Errors are raised by the call itself, not by the first item.
@@ -98,28 +101,34 @@ def generate_stream(model: nn.Module, params: Any, prompts: Sequence[Sequence[in
     cache_dtype = storage_type(model.config.dtype if cache_dtype is None else cache_dtype)
     rows = _checked_prompts(prompts, model.config.vocab_size)
     longest = max(map(len, rows)) + max_new_tokens
-    require(model.config.positions != "learned" or longest <= model.config.context_length,
-            f"prompt and max_new_tokens reach {longest} tokens: the table of learned positions has "
+    before = 0 if cache is None else _checked_cache(cache, rows, max_new_tokens)
+    require(model.config.positions != "learned" or longest + before <= model.config.context_length,
+            f"prompt and max_new_tokens reach {longest + before} tokens: the table of learned positions has "
             f"{model.config.context_length}")
     settings = Settings(jax.random.key(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p),
                         np.float32(min_p), np.int32(-1 if eos_id is None else eos_id))
-    return _stream(model, params, rows, settings, max_new_tokens, cache_dtype, stride)
+    return _stream(model, params, rows, settings, max_new_tokens, cache_dtype, stride, cache)
 
 
-def _stream(model, params, rows: list[np.ndarray], settings: Settings, left: int, cache_dtype, stride: int):
-    state = _start(model, params, rows, left, cache_dtype)
+def _stream(model, params, rows: list[np.ndarray], settings: Settings, left: int, cache_dtype, stride: int,
+            cache: Cache | None):
+    state = _start(model, params, rows, left, cache_dtype, cache)
     while left > 0 and not state.done.all():
         drawn, state = _advance(model, params, state, settings, np.int32(min(stride, left)))
         left -= stride
         yield [tokens[tokens >= 0].tolist() for tokens in np.asarray(drawn)]
 
 
-def _start(model, params, rows: list[np.ndarray], max_new_tokens: int, cache_dtype=None) -> State:
-    """Prefills the cache with every token of the prompts but the last."""
+def _start(model, params, rows: list[np.ndarray], max_new_tokens: int, cache_dtype=None,
+           cache: Cache | None = None) -> State:
+    """Prefills the cache, or a copy of the one that is given, with every token of the prompts but the last."""
     counts = np.array([len(row) - 1 for row in rows], np.int32)
     longest = int(counts.max())
     last = np.array([row[-1] for row in rows], np.int32)
-    state = _empty(model.config, _capacity(longest + max_new_tokens), cache_dtype, last)
+    if cache is None:
+        state = _empty(model.config, _capacity(longest + max_new_tokens), cache_dtype, last)
+    else:
+        state = State(jax.tree.map(jnp.copy, cache), jnp.asarray(last), jnp.zeros(last.shape, bool), jnp.int32(0))
     start = 0
     while start < longest:
         length = next((c for c in CHUNKS if c >= longest - start), CHUNKS[-1])
@@ -174,6 +183,16 @@ def _advance(model, params, state: State, settings: Settings, steps: Array) -> t
     _, drawn, state = jax.lax.while_loop(more, draw, (0, drawn, state))
     state = state.replace(token=constrain(state.token, "batch"), done=constrain(state.done, "batch"))
     return constrain(drawn, None, None), state
+
+
+def _checked_cache(cache: Cache, rows: list[np.ndarray], max_new_tokens: int) -> int:
+    """The last position that a cache has reached. Raises ConfigError if prompts and drawn tokens do not fit it."""
+    require(len(rows) == len(cache.lengths), f"there are {len(rows)} prompts, and the cache holds {len(cache.lengths)} "
+                                             "sequences")
+    needed = max(int(n) + len(row) for n, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens - 1
+    require(needed <= cache.capacity, f"prompts and max_new_tokens need room for {needed} tokens, and the cache has "
+                                      f"{cache.capacity}: make it with more")
+    return int(cache.positions.max())
 
 
 def _checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:

@@ -64,9 +64,12 @@ def test_ragged_and_long_prompts_continue_as_the_full_forward_pass_says(model, p
 
 
 def test_rows_stop_at_the_end_token_on_their_own(model, params, greedy):
-    eos = next(token for token in greedy[1] if not all(token in row for row in greedy))
-    expected = [row[: row.index(eos) + 1] if eos in row else row for row in greedy]
-    assert len({len(row) for row in expected}) > 2
+    def stopped(eos):
+        return [row[: row.index(eos) + 1] if eos in row else row for row in greedy]
+    # Which tokens come depends on the processor's rounding; some token ends the rows at different steps.
+    eos = max(range(VOCAB), key=lambda token: len(set(map(len, stopped(token)))))
+    expected = stopped(eos)
+    assert len(set(map(len, expected))) > 2
     assert generate(model, params, PROMPTS, max_new_tokens=STEPS, temperature=0.0, eos_id=eos) == expected
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from jax import Array
+
 from kvjax.config import require
 
 
@@ -118,20 +120,29 @@ class Plan:
         What is held is `slots`; a layer that shares another's entries, or rebuilds from several, reads them all the
         same. Components that are not cached are counted too: they are read within a call.
         """
-        return tuple(counts for number, segment in enumerate(self.segments) if not segment.source
-                     for counts in self._group_reads(number) * segment.repeats)
+        return tuple({name: len(slots) for name, slots in self.slots_read(*place).items()} for place in self.places)
 
-    def _group_reads(self, number: int) -> list[dict[str, int]]:
-        """`reads` of the layers of one group of segment `number`."""
+    @property
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """For each layer, in order: its segment, its group there, and its index in the group."""
+        return tuple((number, group, index) for number, segment in enumerate(self.segments) if not segment.source
+                     for group in range(segment.repeats) for index in range(len(segment.layers)))
+
+    def slots_read(self, number: int, group: int | Array, index: int) -> dict[str, tuple]:
+        """Slots of every component that a layer reads, by the routing rule: {name: (slot, ...)}.
+
+        `number` is the layer's segment, `group` its group there, which may be traced, and `index` its place in that.
+        """
         segment = self.segments[number]
-        before = {name: "earlier" if self.first_slot(number, name) else None for name in segment.reads}
-        own: dict[str, tuple] = {name: () for name in segment.reads}
-        counts = []
-        for writes in segment.layers:
-            own |= {name: (*own[name], name) for name in writes if name in own}
-            counts.append({name: len(latest(own[name], before[name], self.component(name).cumulative))
-                           for name in segment.reads})
-        return counts
+        def of(name: str) -> tuple:
+            first = self.first_slot(number, name)
+            base, made = first + group * segment.per_group(name), range(self._made(segment, index, name))
+            return latest(tuple(base + i for i in made), first - 1 if first else None, self.component(name).cumulative)
+        return {name: of(name) for name in segment.reads}
+
+    def _made(self, segment: Segment, index: int, name: str) -> int:
+        """Entries of a component that the layers of a group up to layer `index` write."""
+        return sum(name in writes for writes in segment.layers[:index + 1])
 
     @property
     def silent_from(self) -> int:

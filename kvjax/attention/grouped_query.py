@@ -21,7 +21,7 @@ from kvjax.attention.partials import (
     parts_scores,
     separated,
 )
-from kvjax.attention.variant import Attention, Layer, Param, View, Weights, bias_param, project, rms_norm
+from kvjax.attention.variant import Attention, HeadSizes, Layer, Param, View, Weights, bias_param, project, rms_norm
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
 from kvjax.kernels.decode.heads import HeadParts, by_key_head, put_together
@@ -56,6 +56,11 @@ class GroupedQuery(Attention):
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}: each key-value head serves "
                 f"equally many query heads")
         require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of features")
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        return self.head_dim**-0.5
 
     def components(self) -> tuple[Component, ...]:
         features, norm = (self.kv_heads, self.head_dim), "qk_norm_k" if self.qk_norm else None
@@ -93,7 +98,7 @@ class GroupedQuery(Attention):
         """Puts parts together: what follows is plain attention."""
         values = layer.state("v")
         parts = view.parts(values) if _axis(values) == -1 else (joined(view.parts(values), 2),)
-        return attend_parts(queries, view.parts(layer.state("k")), parts, view.mask, self.head_dim**-0.5)
+        return attend_parts(queries, view.parts(layer.state("k")), parts, view.mask, self.scale)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
         """Attention to parts as they lie in the cache: key parts add scores, value parts concatenate outputs."""
@@ -101,7 +106,7 @@ class GroupedQuery(Attention):
         if len(keys) == len(values) == 1:
             return self.partial(layer, path, queries, view)
         combine = head_parts_values if _axis(values) == 2 else feature_parts_values
-        return attend(queries, view.parts(keys), view.parts(values), view.mask, self.head_dim**-0.5,
+        return attend(queries, view.parts(keys), view.parts(values), view.mask, self.scale,
                       scores=parts_scores, combine=combine)
 
     def attending(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...],
@@ -113,8 +118,18 @@ class GroupedQuery(Attention):
             new, self.heads // self.kv_heads, self.kv_heads, tuple((i, c.features[-1]) for i, c in enumerate(keys)),
             tuple((i, *c.features) for i, c in enumerate(values, len(keys))))
         return Attending(program, tuple(by_key_head(q, self.kv_heads) for q in queries),
-                         tuple((c.name, 0) for c in (*keys, *values)), put_together(new, axis), self.head_dim**-0.5,
+                         tuple((c.name, 0) for c in (*keys, *values)), put_together(new, axis), self.scale,
                          split=1 if self.kv_heads > 1 else 2, undivided=apart)
+
+    def as_heads(self, layer: Layer) -> HeadSizes:
+        return HeadSizes(self.kv_heads, self.head_dim, self.head_dim, self.scale)
+
+    def head_queries(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...]) -> Array:
+        return joined(queries, -1)
+
+    def head_states(self, layer: Layer, path: tuple[Weights, ...], view: View) -> tuple[Array, Array]:
+        values = layer.state("v")
+        return joined(view.parts(layer.state("k")), -1), joined(view.parts(values), _axis(values))
 
     def output(self, weights: Weights, out: Array) -> Array:
         y = super().output(weights, out)

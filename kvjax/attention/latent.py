@@ -23,7 +23,7 @@ from kvjax.attention.partials import (
     parts_scores,
     separated,
 )
-from kvjax.attention.variant import Attention, Layer, Param, View, Weights, fan_in, project, rms_norm
+from kvjax.attention.variant import Attention, HeadSizes, Layer, Param, View, Weights, fan_in, project, rms_norm
 from kvjax.config import register, require
 from kvjax.kernels.decode.api import Attending
 from kvjax.kernels.decode.heads import HeadParts, by_key_head, put_together
@@ -110,10 +110,9 @@ class Latent(Attention):
 
     def absorb(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, Array]) -> tuple[Array, ...]:
         """Queries against the parts of the latent, q k_up, and those with rotation."""
-        nope, rope = queries
-        if self._expands(nope.shape[1]):
+        if self._expands(queries[0].shape[1]):
             return queries
-        nope = jnp.einsum("bthn,chn->bthc", nope, path[-1]["k_up"])
+        nope, rope = self._in_latent_space(path, *queries)
         return (*separated(nope, [c.size for c in layer.state("latent")], axis=-1), rope)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...], view: View) -> Partial:
@@ -136,11 +135,27 @@ class Latent(Attention):
                          put_together(new), self._scale(layer), split=2)
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
+        return part if self._expands(part.out.shape[1]) else self.from_heads(layer, path, part)
+
+    def as_heads(self, layer: Layer) -> HeadSizes:
+        """One head for all: keys are [latent | rotated key], values latents."""
+        return HeadSizes(1, self.latent_dim + self.rope_dim, self.latent_dim, self._scale(layer))
+
+    def head_queries(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, Array]) -> Array:
+        return jnp.concatenate(self._in_latent_space(path, *queries), axis=-1)
+
+    def head_states(self, layer: Layer, path: tuple[Weights, ...], view: View) -> tuple[Array, Array]:
+        latent = joined(view.parts(layer.state("latent")), -1)
+        (rope,) = view.parts(layer.state("k_rope"))
+        return jnp.concatenate([latent, rope], axis=-1)[:, :, None], latent[:, :, None]
+
+    def from_heads(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Means of latents times v_up."""
-        if self._expands(part.out.shape[1]):
-            return part
         out = jnp.einsum("bthc,chv->bthv", part.out, path[-1]["v_up"], preferred_element_type=jnp.float32)
         return Partial(out, part.lse)
+
+    def _in_latent_space(self, path: tuple[Weights, ...], nope: Array, rope: Array) -> tuple[Array, Array]:
+        return jnp.einsum("bthn,chn->bthc", nope, path[-1]["k_up"]), rope
 
     def _expands(self, queries: int) -> bool:
         """Whether so many queries are cheaper on expanded blocks of the cache than in latent space.

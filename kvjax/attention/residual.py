@@ -58,12 +58,12 @@ class ResidualHeads(GroupedQuery):
     def partial(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
         """Rebuilds the viewed keys and values."""
         values = _rebuilt(path, view, "v")
-        return attend_parts((queries,), (self._keys(layer, path, view),), (values,), view.mask, self.head_dim**-0.5)
+        return attend_parts((queries,), (self._keys(layer, path, view),), (values,), view.mask, self.scale)
 
     def absorbed(self, layer: Layer, path: tuple[Weights, ...], queries: Array, view: View) -> Partial:
         """Rebuilds keys only; the output is the means of v_alpha and of all v_delta [B, T, H, d + l delta]."""
         values = (view["v_alpha"], *view.entries.get("v_delta", ()))
-        return attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.head_dim**-0.5,
+        return attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.scale,
                       scores=parts_scores, combine=feature_parts_values)
 
     def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Array,
@@ -82,8 +82,14 @@ class ResidualHeads(GroupedQuery):
                               past.room or past.size, past.block)
             return (*made, (jnp.asarray(turns), False)) if program.rotated else tuple(made)
         return Attending(program, (by_key_head(queries, self.kv_heads),), (*names[0], *names[1]),
-                         put_together(new), self.head_dim**-0.5, split=1 if self.kv_heads > 1 else 2,
-                         constants=constants)
+                         put_together(new), self.scale, split=1 if self.kv_heads > 1 else 2,
+                         constants=constants, by_slot=program.rotated)
+
+    def head_queries(self, layer: Layer, path: tuple[Weights, ...], queries: Array) -> Array:
+        return queries
+
+    def head_states(self, layer: Layer, path: tuple[Weights, ...], view: View) -> tuple[Array, Array]:
+        return self._keys(layer, path, view), _rebuilt(path, view, "v")
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """Expands the means: sum p v = sum p v_alpha + sum_j v_expand^j (sum p v_delta^j)."""

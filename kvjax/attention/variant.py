@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,17 @@ from kvjax.config import Variant
 from kvjax.kernels.decode.api import Attending
 
 Weights = dict[str, Array]
+
+
+class HeadSizes(NamedTuple):
+    """Sizes of plain attention with few heads of keys and values."""
+
+    heads: int
+    """G, key-value heads."""
+    key_dim: int
+    value_dim: int
+    scale: float
+    """Factor on the scores."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,25 @@ class Attention(Variant):
 
     def release(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
         """What `absorbed` found in all blocks, merged, as outputs of heads [B, T, H, value width]: done once."""
+        return part
+
+    def as_heads(self, layer: Layer) -> HeadSizes | None:
+        """Sizes of the plain attention that attention to cached tokens amounts to; None: it has no such form.
+
+        Whatever has it can be compacted (`kvjax.compaction`): its keys and values may be replaced by others.
+        """
+        return None
+
+    def head_queries(self, layer: Layer, path: tuple[Weights, ...], queries: Any) -> Array:
+        """Queries of that plain attention, [B, T, H, key_dim], of those of `queries`."""
+        raise NotImplementedError
+
+    def head_states(self, layer: Layer, path: tuple[Weights, ...], view: View) -> tuple[Array, Array]:
+        """Its keys [B, S, G, key_dim] and values [B, S, G, value_dim], rotated, of a view of the cache."""
+        raise NotImplementedError
+
+    def from_heads(self, layer: Layer, path: tuple[Weights, ...], part: Partial) -> Partial:
+        """What it gives [B, T, H, value_dim] as outputs of heads [B, T, H, head_dim]."""
         return part
 
     def projection_init(self, shape: tuple[int, ...]) -> Callable[..., Array]:

@@ -23,6 +23,7 @@ from kvjax.cache import Cache
 from kvjax.config import ModelConfig, require
 from kvjax.model.parameters import Table, group_table, layer_spec, outer_table, source_table
 from kvjax.model.past import attend_to_past
+from kvjax.model.prefix import attend_to_prefix
 from kvjax.sharding import constrain, pin_layout
 
 STREAM = ("batch", "length", None)
@@ -160,16 +161,23 @@ class GroupAttention:
 
     def _attend_past(self, layer, queries, result: Partial) -> Partial:
         past = self.context.cache.past(next(c.name for c in layer.reads if c.cached))
-        slots = {c.name: self._slots(c.name) for c in layer.reads if c.cached}
-        return merge(result, attend_to_past(self.config.kernel, self.variant, layer, self.path, queries, past, slots,
-                                            self.context.positions, self.segment.window, self.config.dtype))
+        read = self.plan.slots_read(self.number, self.index, len(self.path) - 1)
+        slots = {c.name: read[c.name] for c in layer.reads if c.cached}
+        found = attend_to_past(self.config.kernel, self.variant, layer, self.path, queries, past, slots,
+                               self.context.positions, self.segment.window, self.config.dtype)
+        return self._attend_prefix(layer, queries, merge(result, found))
 
-    def _slots(self, name: str) -> tuple:
-        """The slots of the cache that the layer reads: the routing rule on slot numbers."""
-        first = self.plan.first_slot(self.number, name)
-        base = first + self.index * self.segment.per_group(name)
-        own = [base + i for i in range(len(self.made.get(name, [])))]
-        return self._route(name, own, first - 1 if first else None)
+    def _attend_prefix(self, layer, queries, result: Partial) -> Partial:
+        prefix, place = self.context.cache.prefix, (self.number, len(self.path) - 1)
+        if prefix is None:
+            return result
+        entries = [entry for entry, (number, _, index) in zip(prefix.entries, self.plan.places, strict=True)
+                   if (number, index) == place]
+        if entries[0] is None:
+            return result
+        found = attend_to_prefix(self.config.kernel, self.variant, layer, self.path, queries, prefix,
+                                 jnp.asarray(entries)[self.index], self.context.positions, self.config.dtype)
+        return merge(result, found)
 
 
 def in_place(weight: Array, param: Param) -> Array:
@@ -272,12 +280,18 @@ class Decoder(nn.Module):
         x, rows = self._run(tokens, Context(positions, segment_ids, keep_inputs=True))
         return jnp.where(jnp.isnan(x[..., :1]), jnp.nan, rows[INPUTS])
 
+    def following_inputs(self, tokens: Array, cache: Cache) -> Array:
+        """`layer_inputs` of new tokens [B, T] that follow the cached ones."""
+        positions = cache.positions[:, None] + jnp.arange(tokens.shape[1])
+        x, rows = self._run(tokens, Context(positions, cache=cache, keep_inputs=True))
+        return jnp.where(jnp.isnan(x[..., :1]), jnp.nan, rows[INPUTS])
+
     def extend(self, tokens: Array, cache: Cache, last: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """Logits of new tokens [B, T] that follow the cached ones, and the rows to append.
 
         `last` [B] picks one token per row: logits are then [B, V], else [B, T, V].
         """
-        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        positions = cache.positions[:, None] + jnp.arange(tokens.shape[1])
         x, rows = self._run(tokens, Context(positions, cache=cache), last)
         logits = self._logits(x)
         return (logits if last is None else logits[:, 0]), rows

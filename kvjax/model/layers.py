@@ -21,23 +21,17 @@ def unstack_layers(config: ModelConfig, params: Tree) -> tuple[Tree, list[Tree]]
     stacked = {f"segment_{number}" for number, segment in enumerate(make_plan(config).segments) if not segment.source}
     outer = {name: value for name, value in params.items() if name not in stacked}
     layers = [jax.tree.map(lambda x, g=group: x[g], params[f"segment_{number}"][f"layer_{index}"])
-              for number, group, index in layer_places(config)]
+              for number, group, index in make_plan(config).places]
     return outer, layers
 
 
 def stack_layers(config: ModelConfig, outer: Tree, layers: list[Tree]) -> Tree:
     """Inverse of `unstack_layers`."""
     places: dict[tuple[int, int], list[Tree]] = {}
-    for (number, _, index), layer in zip(layer_places(config), layers, strict=True):
+    for (number, _, index), layer in zip(make_plan(config).places, layers, strict=True):
         places.setdefault((number, index), []).append(layer)
     params = dict(outer)
     for (number, index), group in places.items():
         segment = params.setdefault(f"segment_{number}", {})
         segment[f"layer_{index}"] = jax.tree.map(lambda *x: jnp.stack(x), *group)
     return params
-
-
-def layer_places(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """For each layer, in order: its segment, its group there, and its index in the group."""
-    return [(number, group, index) for number, segment in enumerate(make_plan(config).segments) if not segment.source
-            for group in range(segment.repeats) for index in range(len(segment.layers))]

@@ -58,10 +58,13 @@ def _by_kernel(kernel: str, implementation: str, attending: api.Attending | None
     """A kernel on each device's own sequences and heads. None: auto declined. Raises ValueError: a named one cannot."""
     if attending is None:
         return api.decline(kernel, "this attention has no decode program")
+    if past.cache.prefix is not None and attending.by_slot:
+        return api.decline(kernel, "it rotates keys by their place in the cache, and a compacted cache starts at another "
+                                   "position")
     components, held = _entries(attending, past, slots)
     kind = _kind(implementation, attending, [x for x, *_ in held], past, window)
     constants = attending.constants(kind)
-    arguments = attending.queries, [x for x, _ in constants], held, past.cache.lengths
+    arguments = attending.queries, [x for x, _ in constants], held, past.lengths
     axes, of_rows = _axes(attending, constants, components, held)
     ways = parts(of_rows[1], axes, arguments)
     if ways > 1 and attending.undivided:
@@ -82,7 +85,7 @@ def _entries(attending: api.Attending, past: Past, slots: dict[str, tuple]) -> t
     """Components that the program reads; of each (stored, slot), or with scales (stored, slot, scales)."""
     table, stored = {c.name: c for c in past.cache.table}, past.cache.components
     components = tuple(table[name] for name, _ in attending.reads)
-    scales = lambda c: (stored[scale_component(c).name],) if is_quantised(past.cache.dtype) else ()
+    scales = lambda c: (stored[scale_component(c).name],) if is_quantised(stored[c.name].dtype) else ()
     return components, tuple((stored[c.name], jnp.asarray(slots[name][number]), *scales(c))
                              for c, (name, number) in zip(components, attending.reads, strict=True))
 

@@ -55,6 +55,8 @@ class Attending:
     """The axis of the queries along which devices take equal parts of the heads."""
     constants: Callable[[Past], tuple[tuple[Array, bool], ...]] = lambda past: ()
     """What the program takes for all sequences, each with whether its first axis is one of heads."""
+    by_slot: bool = False
+    """Whether positions of tokens are taken to be their places in the cache."""
     undivided: str | None = None
     """Why heads cannot be split over devices, if they cannot."""
 
