@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ def times_of(tiles: Tiles, kind: str, shape: Shape) -> Times:
         except jax.errors.JaxRuntimeError as error:
             print(f"{tiles} {name}: {str(error).splitlines()[0]}")
             return float("inf")
-    with patch.dict(api.TILES, {kind: tiles}):
+    with api.sized(kind, tiles):
         return {name: one(name) for name in TUNED}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -36,6 +37,31 @@ TILES: dict[str, Tiles] = {}
 
 `kvjax.benchmarks.tune` prints a row. `ModelConfig.kernel` auto takes a kernel on these, and nowhere else.
 """
+
+
+_listeners: list[Callable[..., None]] = []
+
+
+@contextmanager
+def sized(kind: str, tiles: Tiles) -> Iterator[None]:
+    """While it lasts, `tiles` are the row of `TILES` for a kind of TPU."""
+    before = dict(TILES)
+    TILES[kind] = tiles
+    try:
+        yield
+    finally:
+        TILES.clear()
+        TILES.update(before)
+
+
+@contextmanager
+def listening(heard: Callable[..., None]) -> Iterator[None]:
+    """While it lasts, `heard` is told program, past, queries, constants and entries of every call that is traced."""
+    _listeners.append(heard)
+    try:
+        yield
+    finally:
+        _listeners.remove(heard)
 
 
 @dataclass(frozen=True)
@@ -97,6 +123,8 @@ def block_of(program: Program, stored: list[Array], size: int, tiles: Tiles = DE
 def run(implementation: str, program: Program, past: Past, queries: Arrays, constants: Arrays,
         entries: tuple[Entry, ...], lengths: Array, interpret: Any = False) -> tuple[Arrays, Array]:
     """A program over the past: the outputs [B, *shape] float32, and log-sum-exps [B, rows, 1]."""
+    for heard in _listeners:
+        heard(program, past, queries, constants, entries)
     if implementation == "reference":
         return reference.decode(program, past, queries, constants, entries, lengths)
     # Pallas: where it is asked for.
