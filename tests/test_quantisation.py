@@ -324,6 +324,17 @@ def test_the_loss_that_a_type_costs(batches):
     assert _step._cache_size() == before + 2, "one step for each type serves all chunks"
 
 
+@pytest.mark.parametrize("length", [3, 65, 72])
+def test_a_short_last_chunk_is_read_as_the_others_are(length):
+    """All chunks are of one length, so that a kernel for few new tokens, which takes no such cache, is never asked."""
+    tokens = np.random.default_rng(1).integers(0, BYTES.vocab_size, (2, length), np.int32)
+    params, batch = stepper(BYTES)[0], {"tokens": tokens, "targets": tokens}
+    by_gpu = kvjax.build_model(replace(BYTES, kernel="gpu"))
+    assert cache_loss(by_gpu, params, [batch], "int8") == cache_loss(MODEL, params, [batch], "int8")
+    with pytest.raises(ValueError, match="a cache of int8: the GPU kernel reads bfloat16 or float16 alone"):
+        cache_loss(by_gpu, params, [batch], "int8", chunk=8)
+
+
 def test_the_loss_on_a_mesh(batches):
     mesh = make_mesh(MESH)
     params, before = jax.device_put(stepper(BYTES)[0], parameter_shardings(BYTES, mesh)), _step._cache_size()
