@@ -1,0 +1,62 @@
+"""Many heads by a function of one: one after another on CPUs, side by side elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+ELEMENTS_AT_ONCE = 2**27
+"""Scores of heads that are held at once where heads are done side by side."""
+
+
+def over_heads(function: Callable, ranks: tuple[int, ...], *arrays: Array | None, elements: int = 1, **static) -> Any:
+    """Results [..., *result] of a function of one head, over any leading axes.
+
+    Args:
+        function: of a module (programs are kept by its identity); takes one array for each of `arrays`, each of the
+            rank that `ranks` says, or None for None, and `static`.
+        ranks: of the arrays without their leading axes; leading axes broadcast.
+        elements: of the largest array that a head makes: bounds how many are done side by side.
+        static: hashable settings.
+
+    On CPUs a `lax.map` does one head at a time: what a head makes stays in fast memory, and XLA's batched LAPACK
+    calls, which wait for threads that may all be waiting in the same way (seen on two cores: a batched SVD beside a
+    matrix product stands still), stay out of the program. `jax.vmap` is one more leading axis.
+    """
+    lead = jnp.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in zip(arrays, ranks, strict=True)
+                                  if x is not None))
+    flat = tuple(None if x is None else _flat(x, lead, rank) for x, rank in zip(arrays, ranks, strict=True))
+    out = _run(function, tuple(sorted(static.items())), max(1, ELEMENTS_AT_ONCE // elements), flat)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
+
+
+def _flat(x: Array, lead: tuple[int, ...], rank: int) -> Array:
+    core = x.shape[x.ndim - rank:]
+    return jnp.broadcast_to(x, (*lead, *core)).reshape(prod(lead), *core)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(function: Callable, static: tuple, at_once: int, arrays: tuple) -> Any:
+    """Results [heads, ...] of arrays [heads, ...]."""
+    one_head = lambda x: function(*x, **dict(static))
+
+    @jax.custom_batching.custom_vmap
+    def run(arrays):
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(one_head, arrays)
+        return jax.lax.map(one_head, arrays, batch_size=at_once)
+
+    @run.def_vmap
+    def run_more(size, batched, arrays):
+        arrays = jax.tree.map(lambda x, split: x if split else jnp.broadcast_to(x, (size, *x.shape)), arrays,
+                              batched[0])
+        out = run(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays))
+        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), jax.tree.map(lambda x: True, out)
+
+    return run(arrays)
