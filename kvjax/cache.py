@@ -32,18 +32,19 @@ LANES = 128
 """Tokens per tile: a cache shorter than a block is rounded up to this."""
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not below n."""
     return -(-n // multiple) * multiple
 
 
 def block_size(length: int) -> int:
     """Tokens of one block of a component that holds `length` tokens."""
-    return min(BLOCK, _round_up(length, LANES))
+    return min(BLOCK, round_up(length, LANES))
 
 
 def capacity(length: int) -> int:
     """Tokens that a cache made for `length` tokens has room for: whole blocks."""
-    return _round_up(length, block_size(length))
+    return round_up(length, block_size(length))
 
 
 def tokens_kept(component: Component, room: int) -> int:

@@ -108,17 +108,20 @@ class Kronecker(Attention):
         """Scores and values in factor space; no key or value is built.
 
         T queries cost T R products a key here, and T + R once keys are rebuilt: chunks of many queries rebuild,
-        one block of the cache at a time.
+        one block of the cache at a time. Tokens of a compacted cache may have a bias, the same for all heads.
         """
-        if queries.shape[1] > max(self.k_rank, self.v_rank):
+        biases = view.parts(layer.state("bias"))
+        if queries.shape[1] > max(self.k_rank, self.v_rank) and not biases:
             return self.partial(layer, path, queries, view)
         pairs = lambda a, b: tuple(zip(*(view.parts(layer.state(state)) for state in (a, b)), strict=True))
-        keys, values = pairs("k_a", "k_b"), pairs("v_a", "v_b")
+        keys, values = (pairs("k_a", "k_b"), biases), pairs("v_a", "v_b")
         return attend(queries, keys, values, view.mask, self.head_dim**-0.5,
                       scores=self._factor_scores, combine=self._factor_values)
 
     def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Array,
-                  entries: dict[str, int]) -> Attending:
+                  entries: dict[str, int]) -> Attending | None:
+        if layer.state("bias"):
+            return None
         sizes, new = (self.h1, self.h2, self.d1, self.d2), queries.shape[1]
         states = [layer.state(state) for state in ("k_a", "k_b", "v_a", "v_b")]
         number = {c.name: i for i, c in enumerate(c for state in states for c in state)}
@@ -130,8 +133,10 @@ class Kronecker(Attention):
         return Attending(program, (by_row(queries, *sizes),), tuple((name, 0) for name in number), result,
                          self.head_dim**-0.5)
 
-    def _factor_scores(self, queries: Array, keys: tuple[tuple[Array, Array], ...]) -> Array:
-        return sum(self._rank_scores(queries, a, b) for a, b in keys) / self.k_rank
+    def _factor_scores(self, queries: Array, keys: tuple[tuple[tuple[Array, Array], ...], tuple[Array, ...]]) -> Array:
+        pairs, biases = keys
+        scores = sum(self._rank_scores(queries, a, b) for a, b in pairs) / self.k_rank
+        return sum((bias.astype(jnp.float32)[:, None, None, :, 0] for bias in biases), scores)
 
     def _rank_scores(self, queries: Array, a: Array, b: Array) -> Array:
         batch, length = queries.shape[:2]

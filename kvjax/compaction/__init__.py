@@ -1,1 +1,12 @@
-"""Compaction of caches: a few keys and values, fitted to attend as all of a context's tokens did."""
+"""Compaction of caches: few fitted keys and values stand for all tokens so far (Attention Matching, FoldBias).
+
+    found = references.of_following(model, params, cache, context)      # the queries that attention is matched on
+    smaller = compact(model, params, cache, slots=100, references=found, fold=True)
+"""
+
+from kvjax.compaction import references
+from kvjax.compaction.compacting import compact
+from kvjax.compaction.in_order import compact_in_order
+from kvjax.compaction.references import References
+
+__all__ = ["References", "compact", "compact_in_order", "references"]

@@ -342,6 +342,10 @@ class Decoder(nn.Module):
             x = x + self.outer["position_embedding"][jnp.where(known, positions, 0)]
         return constrain(dropout(self, self.config.dropout, x.astype(self.config.dtype)), *STREAM)
 
+    def embed(self, tokens: Array, positions: Array) -> Array:
+        """What the first layer reads, [B, T, D], of tokens [B, T] at positions [B, T]."""
+        return self._embed(tokens, self._known(tokens, positions), positions)
+
     def _logits(self, x: Array) -> Array:
         x = normalize(self.config, self.outer, "final_norm", x)
         matrix = self.outer["embedding"].T if self.config.tie_embeddings else self.outer["unembedding"]

@@ -59,8 +59,8 @@ def _by_kernel(kernel: str, implementation: str, attending: api.Attending | None
     if attending is None:
         return api.decline(kernel, "this attention has no decode program")
     if past.cache.prefix is not None and attending.by_slot:
-        return api.decline(kernel, "it rotates keys by their place in the cache, and a compacted cache starts at another "
-                                   "position")
+        return api.decline(kernel, "it rotates keys by their place in the cache, and a compacted cache starts at "
+                                   "another position")
     components, held = _entries(attending, past, slots)
     kind = _kind(implementation, attending, [x for x, *_ in held], past, window)
     constants = attending.constants(kind)
