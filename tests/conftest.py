@@ -6,14 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from programs import xla_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile far more than they compute: without the expensive passes and with the older, simpler code for fused
-# operations, programs are compiled in a fifth of the time.
-FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0",
-         "--xla_llvm_disable_expensive_passes=true",
-         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(devices=8)}"
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 40_000
 """Every compiled program takes some of the memory maps of a process, of which Linux allows 65 530."""

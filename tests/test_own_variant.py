@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import xla_flags
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +36,7 @@ config = Config(
 
 
 def program(name, folder, *arguments):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
     done = subprocess.run([sys.executable, str(ROOT / name), *arguments], cwd=folder, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

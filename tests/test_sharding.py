@@ -43,7 +43,12 @@ def sharded(config):
     return model, params, tokens, mesh, placed
 
 
-@pytest.mark.parametrize("name", [name for name in DIVISIBLE if name != "yoco"])
+ALIKE = ("gqa", "mla", "kpa_dense_query", "skip_v1")
+"""Whose training others go through as well: gpt2, mla_query_latent, kpa, skip_v1_yoco."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in ALIKE else ())
+                                  for name in DIVISIBLE if name != "yoco"])
 def test_sharded_training_gradient_equals_single(name):
     config = DIVISIBLE[name]
     model, params, tokens, mesh, placed = sharded(config)

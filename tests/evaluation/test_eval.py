@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from programs import xla_flags
 
 from kvjax.attention import Kronecker
 from kvjax.config import (
@@ -72,7 +73,7 @@ def eval_py(capsys):
 
 
 def test_evaluates_and_continues_prompts_from_another_folder_on_one_device(run_dir, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
     command = [sys.executable, ROOT / "eval.py", run_dir, "--prompt", "café ", "--prompt", "a longer naïve prompt ",
                "--samples", "2", "--max-new-tokens", "20", "--top-k", "5"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, timeout=300,

@@ -135,7 +135,7 @@ def compiled(sizes, direction):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("split", [(8, 2), (12, 2)])
+@pytest.mark.parametrize("split", [(8, 2), pytest.param((12, 2), marks=pytest.mark.full)])
 def test_is_compiled_for_an_h200_without_spills_or_keys_in_memory(split, direction, capfd, monkeypatch):
     for dump in ("PTXAS", "SASS"):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{dump}", "1")
@@ -157,16 +157,17 @@ def four_h200s():
         pytest.skip(str(why))
 
 
-def test_training_steps_compile_for_four_h200s():
+@pytest.mark.parametrize("h1", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_training_steps_compile_for_four_h200s(h1):
     """Rows over two, heads over two: forward, and twice backward."""
-    model = ModelConfig(attention=Kronecker(8, 2), vocab_size=512, layers=1, width=256, feed_forward_width=256,
+    model = ModelConfig(attention=Kronecker(h1, 2), vocab_size=512, layers=1, width=256, feed_forward_width=256,
                         context_length=256, kernel="gpu")
     config = Config(model=model, train=TrainConfig(steps=2, batch_size=4), optimizer=OptimizerConfig(warmup_steps=1),
                     mesh=MeshConfig(data=2, tensor=2))
     assert compile_train_step(config, four_h200s()).as_text().count('custom_call_target="mosaic_gpu') == 3
 
 
-@pytest.mark.parametrize("name", ["gqa", "kpa", "mla"])
+@pytest.mark.parametrize("name", ["kpa", *(pytest.param(x, marks=pytest.mark.full) for x in ("gqa", "mla"))])
 def test_decode_steps_compile_for_four_h200s(name):
     shape, mesh = decode_memory.Shape(layers=4, kernel="gpu"), four_h200s()
     cache, compiled = decode_memory.compiled_step(*decode_memory.VARIANTS[name], shape, 1, mesh)

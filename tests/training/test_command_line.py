@@ -15,6 +15,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from programs import xla_flags
 
 from kvjax.attention import CrossLayer
 from kvjax.config import ConfigError, save
@@ -53,10 +54,9 @@ def start(compile_once):
     running = []
 
     def run(*arguments, devices=1):
-        flags = f"--xla_force_host_platform_device_count={devices}"
         running.append(subprocess.Popen(
             [sys.executable, str(SCRIPT), *map(str, arguments)], text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env=os.environ | environment | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}))
+            stderr=subprocess.STDOUT, env=os.environ | environment | {"XLA_FLAGS": xla_flags(devices)}))
         return running[-1]
     yield run
     for process in running:

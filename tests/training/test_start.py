@@ -39,7 +39,9 @@ def uptrained(config, folder, sharing, **train_settings):
     return dataclasses.replace(config, model=model, train=settings, optimizer=schedule)
 
 
-@pytest.mark.parametrize("devices", [slice(1), slice(8), slice(4, 8)], ids=["one", "all", "not the first"])
+@pytest.mark.parametrize("devices", [
+    pytest.param(slice(1), id="one", marks=pytest.mark.full), pytest.param(slice(8), id="all"),
+    pytest.param(slice(4, 8), id="not the first")])
 def test_a_run_starts_from_a_converted_model_and_says_what_that_cost(base, tmp_path, devices, capsys):
     config, folder = base
     source, devices = Source(folder), jax.devices()[devices]
