@@ -12,6 +12,7 @@ from jax import Array
 
 from kvjax.attention.partials import MASKED
 from kvjax.compaction.batching import over_heads
+from kvjax.compaction.orthogonal import dot, orthonormal_basis
 
 HIGHEST = jax.lax.Precision.HIGHEST
 CUTOFF = 2e-6
@@ -78,16 +79,13 @@ def least_squares(matrix: Array, target: Array, steps: int = 0, low: float = -jn
     """Solution [t, k] of least norm of `min ||matrix [N, t] X - target [N, k]||²`, of one problem.
 
     With `low` and `high` the solution is clamped, then improved by `steps` projected-gradient steps of size
-    1 / ||matrix||₂². Orthogonal transformations throughout: the condition number is never squared. The triangle of
-    [matrix, target] holds all that is needed, so that no basis of N rows is made.
+    1 / ||matrix||₂². Orthogonal transformations throughout: the condition number is never squared.
     """
-    width = matrix.shape[1]
-    triangle = jnp.linalg.qr(jnp.concatenate([matrix, target], axis=1), mode="r")[:width]
-    factor, target = triangle[:, :width], triangle[:, width:]
+    lower, basis = orthonormal_basis(matrix.T)
+    factor, target = lower.T, dot(basis, target)
     left, sizes, right = jnp.linalg.svd(factor, full_matrices=False)
     kept = sizes > CUTOFF * sizes[0]
     inverse = jnp.where(kept, 1 / jnp.where(kept, sizes, 1), 0)
-    dot = lambda a, b: jnp.matmul(a, b, precision=HIGHEST)
     solution = jnp.clip(dot(right.T, inverse[:, None] * dot(left.T, target)), low, high)
     for _ in range(steps):
         gradient = dot(factor.T, dot(factor, solution) - target)

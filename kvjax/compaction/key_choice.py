@@ -16,11 +16,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
 from kvjax.attention.partials import MASKED
 from kvjax.compaction.batching import over_heads
-from kvjax.compaction.fitting import HIGHEST, biased, features
+from kvjax.compaction.fitting import biased, features
+from kvjax.compaction.orthogonal import dot, inverse_of_lower, orthonormal_to
 
 OMP_WEIGHTS = (1e-12, 2.718281828459045**7)
 """Between which weights of OMP are clamped."""
@@ -29,7 +29,8 @@ SNAPKV_WINDOW = 32
 SNAPKV_POOL = 7
 """Neighbours, a token among them, of which it takes the largest attention."""
 DEPENDENT = 1e-5
-"""A column of which less is left, once chosen ones are taken out of it, depends on them."""
+"""A column of which a smaller share is left, once chosen ones are taken out of it, depends on them: its own weight
+would be made of rounding errors."""
 
 
 def highest_attention(logits: Array, budget: int, counted: Array | None = None) -> Array:
@@ -131,6 +132,8 @@ class _Pursuit(NamedTuple):
     """[t, N] orthonormal rows; 0 for those yet to be chosen, and for columns that depend on those before."""
     lower: Array
     """[t, t] lower triangular; 1 on the diagonal where the basis is 0."""
+    inverse: Array
+    """[t, t], of `lower`."""
     projection: Array
     """[t], of the target on the basis."""
     residual: Array
@@ -144,7 +147,7 @@ def _pursue(scores: Array, bias: Array, counted: Array, budget: int, first: int,
     rows = columns.T
     room = first + -(-(budget - first) // then) * then
     zeros = jnp.zeros((room, len(target)))
-    state = _Pursuit(jnp.full(room, -1, jnp.int32), ~valid, zeros, jnp.eye(room), zeros[:, 0], target)
+    state = _Pursuit(jnp.full(room, -1, jnp.int32), ~valid, zeros, jnp.eye(room), jnp.eye(room), zeros[:, 0], target)
     state = _take(state, rows, target, 0, first)
     rounds = (room - first) // then
     state = jax.lax.fori_loop(0, rounds, lambda i, s: _take(s, rows, target, first + i * then, then), state)
@@ -153,46 +156,20 @@ def _pursue(scores: Array, bias: Array, counted: Array, budget: int, first: int,
 
 def _take(state: _Pursuit, rows: Array, target: Array, start: Array | int, number: int) -> _Pursuit:
     """Chooses `number` tokens, and fits the weights of all."""
-    correlation = jnp.where(state.taken, -jnp.inf, _dot(rows, state.residual))
+    correlation = jnp.where(state.taken, -jnp.inf, dot(rows, state.residual))
     found, picks = jax.lax.top_k(correlation, number)
     there = found > -jnp.inf
-    new, coefficients, within = _orthonormal_to(state.basis, jnp.where(there[:, None], rows[picks], 0))
+    columns = jnp.where(there[:, None], rows[picks], 0)
+    new, coefficients, within = orthonormal_to(state.basis, columns, DEPENDENT * jnp.linalg.norm(columns, axis=1))
+    within += jnp.diag(jnp.where(jnp.diagonal(within) == 0, 1, 0))  # dependent columns have no weight of their own
+    within_inverse = inverse_of_lower(within)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-    lower = jax.lax.dynamic_update_slice(put(state.lower, coefficients), within, (start, start))
-    basis, projection = put(state.basis, new), put(state.projection, _dot(new, target))
-    weights = jnp.clip(solve_triangular(lower, projection, trans=1, lower=True), *OMP_WEIGHTS)
+    put_within = lambda rows, x: jax.lax.dynamic_update_slice(rows, x, (start, start))
+    lower = put_within(put(state.lower, coefficients), within)
+    inverse = put_within(put(state.inverse, -dot(within_inverse, dot(coefficients, state.inverse))), within_inverse)
+    basis, projection = put(state.basis, new), put(state.projection, dot(new, target))
+    weights = jnp.clip(dot(projection, inverse), *OMP_WEIGHTS)
     weights = jnp.where(jnp.arange(len(weights)) < start + number, weights, 0)
-    residual = target - _dot(_dot(weights, lower), basis)
+    residual = target - dot(dot(weights, lower), basis)
     indices = put(state.indices, jnp.where(there, picks, -1))
-    return _Pursuit(indices, state.taken.at[picks].set(True), basis, lower, projection, residual)
-
-
-def _orthonormal_to(basis: Array, rows: Array) -> tuple[Array, Array, Array]:
-    """`rows [m, N] = coefficients [m, t] @ basis [t, N] + within [m, m] @ new [m, N]`, `new` orthonormal to `basis`.
-
-    Rows that depend on the basis, or on rows before them, have 0 in `new` and 1 on the diagonal of `within`.
-    """
-    least = DEPENDENT * jnp.linalg.norm(rows, axis=1)
-    coefficients = _dot(rows, basis.T)
-    new, within = _orthonormal(rows - _dot(coefficients, basis), least)
-    again = _dot(new, basis.T)  # the first time leaves rounding errors of the size of `rows`
-    new, within_again = _orthonormal(new - _dot(again, basis), jnp.full(len(rows), 0.5))
-    coefficients, within = coefficients + _dot(within, again), _dot(within, within_again)
-    diagonal = jnp.diagonal(within)
-    return new, coefficients, within + jnp.diag(jnp.where(diagonal == 0, 1, 0))
-
-
-def _orthonormal(rows: Array, least: Array) -> tuple[Array, Array]:
-    """`rows [m, N] = lower [m, m] @ new [m, N]`; rows of which no more than `least` [m] is left are 0 in `new`."""
-    new, lower = jnp.zeros_like(rows), jnp.zeros((len(rows), len(rows)))
-    for i in range(len(rows)):
-        shares = _dot(new, rows[i])
-        rest = rows[i] - _dot(shares, new)
-        size = jnp.linalg.norm(rest)
-        size = jnp.where(size > least[i], size, 0)
-        new = new.at[i].set(jnp.where(size > 0, rest / jnp.where(size > 0, size, 1), 0))
-        lower = lower.at[i].set(shares.at[i].set(size))
-    return new, lower
-
-
-_dot = partial(jnp.matmul, precision=HIGHEST)
+    return _Pursuit(indices, state.taken.at[picks].set(True), basis, lower, inverse, projection, residual)
