@@ -5,8 +5,8 @@
 """
 
 from kvjax.compaction import references
-from kvjax.compaction.compacting import compact
+from kvjax.compaction.compacting import compact, init_compacted
 from kvjax.compaction.in_order import compact_in_order
 from kvjax.compaction.references import References
 
-__all__ = ["References", "compact", "compact_in_order", "references"]
+__all__ = ["References", "compact", "compact_in_order", "init_compacted", "references"]

@@ -121,16 +121,27 @@ class Fitting:
 
     def _prefix(self, fitted: list[Fitted], counts: np.ndarray) -> Cache:
         """A cache of the entries, of one slot each; biases that are all 0 are left out."""
-        dtype, table = self.cache.dtype, self.form.table()
-        rows = {c.name: jnp.stack([made[c.name] for made in fitted]) for c in table}
-        if not bool((rows["bias"] != 0).any()):
-            table = tuple(c for c in table if c.name != "bias")
-        types = {c.name: bias_type(dtype) if c.name == "bias" else dtype for c in table}
-        if is_quantised(dtype):
-            scales = tuple(scale_component(c) for c in table if c.name != "bias")
-            table, types = (*table, *scales), types | {c.name: SCALE_TYPE for c in scales}
-        empty = _empty(table, types, len(fitted), counts.shape[1], round_up(int(counts.max()), LANES))
+        rows = {c.name: jnp.stack([made[c.name] for made in fitted]) for c in self.form.table()}
+        biased = bool((rows["bias"] != 0).any())
+        empty = _empty_prefix(self.form, len(fitted), counts.shape[1], int(counts.max()), self.cache.dtype, biased)
         return empty.append(rows, jnp.asarray(counts.max(axis=(0, 2))))
+
+
+def init_compacted(config: ModelConfig, batch: int, slots: int, room: int, dtype=None, *, biased: bool = True,
+                   reach: int | None = None) -> Cache:
+    """A compacted cache of zeros, with the shapes that `compact` gives: to restore a saved one, to compile for one.
+
+    Args:
+        config, batch, dtype: as `kvjax.init_cache` takes them.
+        slots: the most that any head has.
+        room: tokens beside the compacted ones.
+        biased: whether there are biases; False: they were folded, and all heads have as many slots.
+        reach: the position that the compacted one had reached, and the room; None: the room. Windows need it.
+    """
+    cache, entries = init_cache(config, batch, room, dtype), entries_of(config)
+    prefix = _empty_prefix(form_of(config, entries[0].places[0]), len(entries), batch, slots, cache.dtype, biased)
+    return _shortened(config, cache, 0, room, whole_blocks(reach or room)).replace(
+        prefix=Prefix(prefix, layer_of_entry(config, entries)))
 
 
 def begin(model: Decoder, params: Any, cache: Cache, slots: int | Array, **options: Any) -> Fitting:
@@ -185,7 +196,12 @@ def _prefix_slots(cache: Cache) -> Array:
     return (used & (jnp.arange(cache.capacity) < cache.lengths[:, None, None])).sum(axis=-1)
 
 
-def _empty(table: tuple[Component, ...], types: dict[str, np.dtype], entries: int, batch: int, tokens: int) -> Cache:
+def _empty_prefix(form: Heads | Factors, entries: int, batch: int, slots: int, dtype, biased: bool) -> Cache:
+    table, tokens = tuple(c for c in form.table() if biased or c.name != "bias"), round_up(slots, LANES)
+    types = {c.name: bias_type(dtype) if c.name == "bias" else dtype for c in table}
+    if is_quantised(dtype):
+        scales = tuple(scale_component(c) for c in table if c.name != "bias")
+        table, types = (*table, *scales), types | {c.name: SCALE_TYPE for c in scales}
     def empty(c: Component) -> Array:
         return constrain(jnp.zeros((entries, batch, c.size, tokens), types[c.name]), *stored_axes(c))
     none = lambda dtype: jnp.zeros((batch,), dtype)

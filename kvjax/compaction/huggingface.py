@@ -3,7 +3,7 @@
     kvjax.convert.to_huggingface(config, params, folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     past = to_huggingface_cache(config, compact(..., fold=True))
-    logits = model(tokens, past_key_values=past, position_ids=positions).logits
+    logits = model(tokens, past_key_values=past, position_ids=positions).logits     # cache=past from 5.24 on
 
 transformers numbers new tokens by how many a cache holds, and a compacted one holds fewer than were read: every call
 needs `position_ids`, which begin at `cache.positions`. Masks go by places in the cache and are right without help; a

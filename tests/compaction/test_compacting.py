@@ -1,7 +1,7 @@
 """A compacted cache is a cache: of every variant it decodes, grows, and is compacted again."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import invariants
 import jax
@@ -13,11 +13,13 @@ from orbax.checkpoint import v1 as ocp
 from variants import CASES, GQA, KPA, MLA, NEAR, SHARINGS, model_config
 
 import kvjax
+from kvjax.ahead_of_time import single_device_mesh, tpu_devices
 from kvjax.attention import CrossLayer, PathConcat, PathResidual, SkipV1
 from kvjax.attention.partials import MASKED
+from kvjax.benchmarks import decode_memory
 from kvjax.compaction import entries, references
 from kvjax.compaction.attention_matching import attention_outputs
-from kvjax.compaction.compacting import compact
+from kvjax.compaction.compacting import compact, init_compacted
 from kvjax.compaction.in_order import compact_in_order
 from kvjax.compaction.matched_heads import problem_of
 from kvjax.config import ConfigError, MeshConfig
@@ -35,8 +37,12 @@ FACTORS = {"kpa": model_config(KPA)} | {
     f"kpa_{name}": model_config(KPA, sharing=SHARINGS[name].sharing, layers=SHARINGS[name].layers)
     for name in ("cla2", "skip_v1")}
 CONFIGS = PLAIN | SHARED | {f"mla_{name}": config for name, config in LATENT.items()} | FACTORS
-DEFAULT = ("mha", "mla_query_latent", "cla2", "skip_v1", "yoco", "concat2", "residual2", "denseformer", "mla_skip_v1",
-           "kpa", "kpa_skip_v1")
+DEFAULT = ("mla_query_latent", "cla2", "skip_v1", "yoco", "residual2", "kpa_skip_v1")
+
+
+def also(*names):
+    """Parameters of the full suite."""
+    return [pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 @lru_cache
@@ -61,8 +67,7 @@ def following(config, params, tokens, cache, lengths=LENGTHS, steps=(2, 2, 2)):
     return np.concatenate(logits, axis=1), cache
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.full)
-                                              for name in CONFIGS if name not in DEFAULT)])
+@pytest.mark.parametrize("name", [*DEFAULT, *also(*(name for name in CONFIGS if name not in DEFAULT))])
 def test_copying_all_tokens_changes_nothing(name):
     config = CONFIGS[name]
     model, params, tokens, cache, found = prefilled(config)
@@ -74,7 +79,7 @@ def test_copying_all_tokens_changes_nothing(name):
     np.testing.assert_array_equal(longer.positions, cache.positions + 6)
 
 
-@pytest.mark.parametrize("name", ["gqa_norm_and_biases", "mla_query_latent", "residual2", "cla2"])
+@pytest.mark.parametrize("name", ["mla_query_latent", "cla2", *also("gqa_norm_and_biases", "residual2")])
 @pytest.mark.parametrize("fold", [False, True])
 def test_fitting_as_many_tokens_as_there_are_changes_little(name, fold):
     """Fits of full rank; a fold is inexact where it is not asked for, and its values make up for that."""
@@ -89,7 +94,7 @@ def test_fitting_as_many_tokens_as_there_are_changes_little(name, fold):
     assert ("bias" in compacted.prefix.cache.components) == (not fold)
 
 
-@pytest.mark.parametrize("name", ["kpa", "kpa_skip_v1"])
+@pytest.mark.parametrize("name", ["kpa", *also("kpa_skip_v1")])
 def test_factors_are_fitted_for_all_heads_together(name):
     config = FACTORS[name]
     model, params, tokens, cache, found = prefilled(config)
@@ -144,7 +149,7 @@ def test_queries_of_all_readers_are_pooled():
     assert ((problem.tokens.bias == 0).sum(-1) == np.asarray(LENGTHS)[:, None]).all()
 
 
-@pytest.mark.parametrize("name", ["gqa_norm_and_biases", "mla_query_latent", "residual2", "yoco"])
+@pytest.mark.parametrize("name", ["residual2", "yoco", *also("gqa_norm_and_biases", "mla_query_latent", "kpa")])
 def test_kept_tokens_and_compacting_again(name):
     """With all tokens copied, a part at a time, decoding goes on as if nothing had happened."""
     config = CONFIGS[name]
@@ -169,7 +174,7 @@ def test_biases_survive_compacting_again():
     np.testing.assert_allclose(following(config, params, tokens, again)[0], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mqa", "cla2", "yoco", "denseformer"])
+@pytest.mark.parametrize("name", ["yoco", *also("mqa", "cla2", "denseformer", "kpa_skip_v1")])
 def test_compacting_in_order(name):
     """Copying all tokens, the reference tokens pass the layers as if nothing had happened, and so do those after."""
     config = CONFIGS[name]
@@ -235,7 +240,7 @@ def test_every_head_may_have_its_own_number_of_slots():
     assert np.isfinite(following(config, params, tokens, folded)[0]).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", *also("float16", "float8_e4m3fn")])
 def test_compacted_caches_of_other_types(dtype):
     config = PLAIN["gqa_norm_and_biases"]
     model, params, tokens, cache, found = prefilled(config, dtype)
@@ -281,12 +286,14 @@ def test_rings_go_on_where_they_were():
         np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_compacted_caches_are_saved_and_restored(tmp_path):
-    config = PLAIN["mqa"]
-    model, params, tokens, cache, found = prefilled(config)
+@pytest.mark.parametrize("name, dtype", [("mqa", None), ("yoco", "int8")])
+def test_compacted_caches_are_saved_and_restored(tmp_path, name, dtype):
+    config = CONFIGS[name]
+    model, params, tokens, cache, found = prefilled(config, dtype)
     compacted = compact(model, params, cache, 4, found)
     ocp.save(tmp_path / "cache", compacted)
-    restored = ocp.load(tmp_path / "cache", jax.tree.map(jnp.zeros_like, compacted))
+    abstract = jax.eval_shape(partial(init_compacted, config, 2, 4, 20, dtype))
+    restored = ocp.load(tmp_path / "cache", jax.tree.map(jnp.zeros_like, abstract))
     np.testing.assert_array_equal(following(config, params, tokens, restored)[0],
                                   following(config, params, tokens, compacted)[0])
 
@@ -341,3 +348,17 @@ def test_schemes_over_latents_have_entries():
     for sharing, layers, count in ((CrossLayer(2), 4, 2), (SkipV1(), 3, 3), (PathConcat(2, delta=2), 4, 4)):
         assert len(entries.entries_of(model_config(MLA, sharing=sharing, layers=layers))) == count
     assert len(entries.entries_of(model_config(GQA, sharing=PathResidual(4, delta=2), layers=4))) == 4
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_compacted_caches_decode_by_the_tpu_kernel_biases_included(name, monkeypatch):
+    """Compiled for a v5e: a kernel call for what follows and one for the prefix, and no copy of either."""
+    def compacted(config, batch, length, dtype):
+        return init_compacted(config, batch, length, 512, dtype)
+    monkeypatch.setattr(decode_memory, "init_cache", compacted)
+    mesh = single_device_mesh(tpu_devices("v5e:2x2")[0])
+    shape = decode_memory.Shape(layers=4, kernel="tpu")
+    cache, compiled = decode_memory.compiled_step(*decode_memory.VARIANTS[name], shape, 1, mesh)
+    assert "bias" in cache.prefix.cache.components
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * cache.nbytes
