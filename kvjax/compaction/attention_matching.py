@@ -118,19 +118,21 @@ def compact(method: str, queries: Array, keys: Array, values: Array, budget: int
     counted = jnp.ones(queries.shape[-2], bool) if counted is None else jnp.asarray(counted)
     counts = jnp.asarray(budget if counts is None else counts)
     _check_slots(budget, keys.shape[-2], counts)
+    scale = jnp.asarray(keys.shape[-1] ** -0.5 if scale is None else scale, jnp.float32)
     _check_arrays(queries, keys, values, bias, counted)
+    _check_range(queries, keys, scale, bias, counted)
     lead = jnp.broadcast_shapes(queries.shape[:-2], keys.shape[:-2], bias.shape[:-1], counts.shape)
     keys_of_heads = _random_keys(key, lead, method) if found.random else None
-    made = over_heads(_compact_head, (2, 2, 2, 1, 1, 0, 0), queries, keys, values, bias, counted, counts,
+    made = over_heads(_compact_head, (2, 2, 2, 0, 1, 1, 0, 0), queries, keys, values, scale, bias, counted, counts,
                       keys_of_heads, elements=queries.shape[-2] * keys.shape[-2], method=method, budget=budget,
-                      scale=scale, round_bias_to=None if round_bias_to is None else jnp.dtype(round_bias_to))
-    check_finite("a value", made.values, "scores or values leave the range of float32; scale them")
+                      round_bias_to=None if round_bias_to is None else jnp.dtype(round_bias_to))
+    check_finite("a value", made.values, "values leave the range of float32; scale them")
     return made
 
 
-def _compact_head(queries, keys, values, bias, counted, counts, key, *, method, budget, scale,
+def _compact_head(queries, keys, values, scale, bias, counted, counts, key, *, method, budget,
                   round_bias_to) -> Compacted:
-    """`compact` of one head: queries [N, d], keys [T, d], values [T, v], bias [T], counted [N], counts []."""
+    """`compact` of one head: queries [N, d], keys [T, d], values [T, v], bias [T], counted [N]."""
     valid = (bias > MASKED / 2)[:, None]  # what padding holds may be anything
     queries, keys = jnp.where(counted[:, None], queries, 0), jnp.where(valid, keys, 0)
     values = jnp.where(valid, values, 0)
@@ -210,3 +212,15 @@ def _check_arrays(queries, keys, values, bias, counted) -> None:
     check_finite("values", values, "values must be finite", held)
     check_finite("the bias", bias, f"biases must be finite; {MASKED:g} marks slots without a token")
     check(counted.any(axis=-1), "no query of head {place} counts: give it at least one")
+
+
+def _check_range(queries, keys, scale, bias, counted) -> None:
+    check_finite("the largest score, of head", _score_bound(queries, keys, scale, bias, counted),
+                 "queries and keys leave the range of float32; scale them")
+
+
+@jax.jit
+def _score_bound(queries, keys, scale, bias, counted) -> Array:
+    """No score [...] is larger."""
+    largest = lambda x, where: jnp.where(where[..., None], jnp.abs(x.astype(jnp.float32)), 0).max(axis=(-2, -1))
+    return largest(queries, counted) * largest(keys, bias > MASKED / 2) * jnp.abs(scale) * keys.shape[-1]

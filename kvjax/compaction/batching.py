@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,6 +14,8 @@ from jax import Array
 
 ELEMENTS_AT_ONCE = 2**27
 """Scores of heads that are held at once where heads are done side by side."""
+_in_head = ContextVar("in_head", default=False)
+"""Whether the function of a head is being traced: those that it calls are of the same head."""
 
 
 def over_heads(function: Callable, ranks: tuple[int, ...], *arrays: Array | None, elements: int = 1, **static) -> Any:
@@ -31,9 +34,10 @@ def over_heads(function: Callable, ranks: tuple[int, ...], *arrays: Array | None
     """
     lead = jnp.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in zip(arrays, ranks, strict=True)
                                   if x is not None))
-    flat = tuple(None if x is None else _flat(x, lead, rank) for x, rank in zip(arrays, ranks, strict=True))
-    out = _run(function, tuple(sorted(static.items())), max(1, ELEMENTS_AT_ONCE // elements), flat)
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
+    if _in_head.get() and not lead:
+        return function(*arrays, **static)
+    given = tuple(None if x is None else jnp.asarray(x) for x in arrays)
+    return _run(function, tuple(sorted(static.items())), ranks, lead, max(1, ELEMENTS_AT_ONCE // elements), given)
 
 
 def _flat(x: Array, lead: tuple[int, ...], rank: int) -> Array:
@@ -41,10 +45,23 @@ def _flat(x: Array, lead: tuple[int, ...], rank: int) -> Array:
     return jnp.broadcast_to(x, (*lead, *core)).reshape(prod(lead), *core)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(function: Callable, static: tuple, at_once: int, arrays: tuple) -> Any:
-    """Results [heads, ...] of arrays [heads, ...]."""
-    one_head = lambda x: function(*x, **dict(static))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _run(function: Callable, static: tuple, ranks: tuple[int, ...], lead: tuple[int, ...], at_once: int,
+         arrays: tuple) -> Any:
+    """Results [*lead, ...] of arrays whose leading axes broadcast to `lead`."""
+    flat = tuple(None if x is None else _flat(x, lead, rank) for x, rank in zip(arrays, ranks, strict=True))
+    out = _each(function, static, at_once)(flat)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
+
+
+def _each(function: Callable, static: tuple, at_once: int) -> Callable:
+    """A function of arrays [heads, ...], one head by one, whose `vmap` is one more axis of heads."""
+    def one_head(x):
+        token = _in_head.set(True)
+        try:
+            return function(*x, **dict(static))
+        finally:
+            _in_head.reset(token)
 
     @jax.custom_batching.custom_vmap
     def run(arrays):
@@ -59,4 +76,4 @@ def _run(function: Callable, static: tuple, at_once: int, arrays: tuple) -> Any:
         out = run(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays))
         return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), jax.tree.map(lambda x: True, out)
 
-    return run(arrays)
+    return run

@@ -21,18 +21,27 @@ def check(ok: Array, message: str, **values: Array) -> None:
         message: format string; `{place}` is the first index at which `ok` is false.
         values: arrays [...] as `ok`, named in `message`: shown as they are at that place.
     """
-    shape, ok = jnp.shape(ok), jnp.ravel(ok)
-    if isinstance(ok, jax.core.Tracer):
-        flat = jnp.argmin(ok)
-        place = jnp.stack([*map(jnp.asarray, jnp.unravel_index(flat, shape)), *[flat] * (not shape)])
-        checkify.debug_check(jnp.all(ok), message, place=place, **{k: jnp.ravel(v)[flat] for k, v in values.items()})
-    elif not (held := np.asarray(ok)).all():
-        place = np.unravel_index(held.argmin(), shape)
-        shown = {name: np.asarray(value)[place] for name, value in values.items()}
+    held, flat = _first_false(ok)
+    if isinstance(held, jax.core.Tracer):
+        place = jnp.stack(jnp.unravel_index(flat, jnp.shape(ok))) if jnp.ndim(ok) else flat
+        checkify.debug_check(held, message, place=place, **{k: jnp.ravel(v)[flat] for k, v in values.items()})
+    elif not held:
+        place = np.unravel_index(int(flat), jnp.shape(ok))
+        shown = {name: np.asarray(value[place]) for name, value in values.items()}
         raise ValueError(message.format(place=[int(i) for i in place], **shown))
 
 
 def check_finite(name: str, x: Array, fix: str, where: Array | bool = True) -> None:
     """Raises ValueError if an element of x [...] (of those of `where`, which broadcasts) is infinite or NaN."""
-    ok = jnp.broadcast_to(jnp.isfinite(x) | jnp.logical_not(where), jnp.shape(x))
-    check(ok, f"{name} at {{place}} is {{value}}: {fix}", value=x)
+    check(_finite(x, where), f"{name} at {{place}} is {{value}}: {fix}", value=x)
+
+
+@jax.jit
+def _first_false(ok: Array) -> tuple[Array, Array]:
+    """Whether all hold, and the flat index of the first that does not."""
+    return jnp.all(ok), jnp.argmin(ok)
+
+
+@jax.jit
+def _finite(x: Array, where: Array | bool) -> Array:
+    return jnp.broadcast_to(jnp.isfinite(x) | jnp.logical_not(where), x.shape)

@@ -19,6 +19,7 @@ CUTOFF = 2e-6
 """Singular values below this share of the largest are rounding errors: about 16 times the spacing of float32."""
 
 
+@jax.jit
 def attention_scores(queries: Array, keys: Array, scale: float | None = None) -> Array:
     """Scaled float32 scores [..., N, T] of queries [..., N, d] and keys [..., T, d], without biases."""
     scale = keys.shape[-1] ** -0.5 if scale is None else scale
@@ -34,6 +35,7 @@ def biased(scores: Array, bias: Array | None) -> Array:
     return jnp.where(bias > MASKED / 2, scores + bias, MASKED)
 
 
+@jax.jit
 def attention_outputs(queries: Array, keys: Array, values: Array, bias: Array | None = None,
                       scale: float | None = None) -> Array:
     """Outputs [..., N, v] of queries [..., N, d] over keys [..., T, d], values [..., T, v] and biases [..., T]."""

@@ -46,12 +46,14 @@ def fit_direction(queries: Array, counted: Array | None = None) -> Array:
     check(counted.any(axis=-1), "no query of head {place} counts: give at least two")
     u, variance, mean, noise = over_heads(_direction, (2, 1), queries, counted, elements=queries.shape[-2]
                                           * queries.shape[-1])
-    check(~(variance == 0), "queries of head {place} have zero covariance (variance {variance}: all are the same): no "
+    check(jnp.isfinite(variance) & jnp.isfinite(mean), "queries of head {place} have variance {variance} and a mean of "
+          "norm {mean}: they leave the range of float32; scale them", variance=variance, mean=mean)
+    check(variance > 0, "queries of head {place} have zero covariance (variance {variance}: all are the same): no "
           "direction can be fitted; calibrate with queries of more positions", variance=variance)
-    check(~(mean <= noise), "queries of head {place} have zero mean (norm {mean}, where rounding errors alone make "
+    check(mean > noise, "queries of head {place} have zero mean (norm {mean}, where rounding errors alone make "
           "{noise}): no direction has a mean projection of 1; calibrate with other queries, or keep the bias",
           mean=mean, noise=noise)
-    check_finite("the direction", u, "queries of this size leave the range of float32; scale them")
+    check_finite("the direction", u, "queries leave the range of float32; scale them")
     return u
 
 

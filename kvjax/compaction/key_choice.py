@@ -28,9 +28,6 @@ SNAPKV_WINDOW = 32
 """Tokens at the end of a context whose queries choose, and which are kept."""
 SNAPKV_POOL = 7
 """Neighbours, a token among them, of which it takes the largest attention."""
-DEPENDENT = 1e-5
-"""A column of which a smaller share is left, once chosen ones are taken out of it, depends on them: its own weight
-would be made of rounding errors."""
 
 
 def highest_attention(logits: Array, budget: int, counted: Array | None = None) -> Array:
@@ -159,9 +156,8 @@ def _take(state: _Pursuit, rows: Array, target: Array, start: Array | int, numbe
     correlation = jnp.where(state.taken, -jnp.inf, dot(rows, state.residual))
     found, picks = jax.lax.top_k(correlation, number)
     there = found > -jnp.inf
-    columns = jnp.where(there[:, None], rows[picks], 0)
-    new, coefficients, within = orthonormal_to(state.basis, columns, DEPENDENT * jnp.linalg.norm(columns, axis=1))
-    within += jnp.diag(jnp.where(jnp.diagonal(within) == 0, 1, 0))  # dependent columns have no weight of their own
+    new, coefficients, within = orthonormal_to(state.basis, jnp.where(there[:, None], rows[picks], 0))
+    within += jnp.diag(jnp.where(jnp.diagonal(within) == 0, 1, 0))  # columns that depend on others weigh nothing
     within_inverse = inverse_of_lower(within)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
     put_within = lambda rows, x: jax.lax.dynamic_update_slice(rows, x, (start, start))
