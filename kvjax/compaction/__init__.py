@@ -8,5 +8,6 @@ from kvjax.compaction import references
 from kvjax.compaction.compacting import compact, init_compacted
 from kvjax.compaction.in_order import compact_in_order
 from kvjax.compaction.references import References
+from kvjax.compaction.slots import slots_by_head
 
-__all__ = ["References", "compact", "compact_in_order", "init_compacted", "references"]
+__all__ = ["References", "compact", "compact_in_order", "init_compacted", "references", "slots_by_head"]

@@ -22,6 +22,7 @@ from kvjax.compaction.attention_matching import attention_outputs
 from kvjax.compaction.compacting import compact, init_compacted
 from kvjax.compaction.in_order import compact_in_order
 from kvjax.compaction.matched_heads import problem_of
+from kvjax.compaction.slots import slots_by_head
 from kvjax.config import ConfigError, MeshConfig
 from kvjax.model.placement import parameter_shardings
 from kvjax.sharding import make_mesh
@@ -238,6 +239,26 @@ def test_every_head_may_have_its_own_number_of_slots():
     bias = np.asarray(folded.prefix.cache.components["bias"])
     assert set(np.unique(bias[..., :5] > -1)) == {False, True}, "what is left of biases says which slots are used"
     assert np.isfinite(following(config, params, tokens, folded)[0]).all()
+
+
+def test_slots_go_to_heads_that_lose_most_without_them():
+    config = PLAIN["gqa_norm_and_biases"]
+    model, params, _, cache, found = prefilled(config, lengths=(13, 13))
+    slots = slots_by_head(model, params, cache, 4, found, shares=(0.25, 1, 2))
+    assert slots.shape == (3, 2, 2) and (slots.sum(axis=(0, 2)) <= 4 * 6).all() and set(slots.flat) <= {1, 4, 8}
+    assert (slots != 4).any()
+    def loss(slots):
+        compacted, total = compact(model, params, cache, slots, found), 0.0
+        for number, entry in enumerate(entries.entries_of(config)):
+            full, few = (problem_of(config, params, c, number, entry, found.read_by(entry.readers))
+                         for c in (cache, compacted))
+            wanted, got = (attention_outputs(full.queries, *problem.tokens, config.attention.scale)
+                           for problem in (full, few))
+            total += float((jnp.square(got - wanted).sum((2, 3)) / jnp.square(wanted).sum((2, 3))).sum())
+        return total
+    assert loss(slots) < loss(4)
+    with pytest.raises(ConfigError, match="share their tokens"):
+        slots_by_head(*(prefilled(FACTORS["kpa"])[i] for i in (0, 1, 3)), 4, prefilled(FACTORS["kpa"])[4])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", *also("float16", "float8_e4m3fn")])
