@@ -30,8 +30,9 @@ def toy(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def test_library_example_runs():
-    exec(block("tested"), {})
+@pytest.mark.parametrize("mark", ["tested", "tested: compaction"])
+def test_library_examples_run(mark):
+    exec(block(mark), {})
 
 
 def test_a_variant_from_outside_keeps_the_invariants(toy):
