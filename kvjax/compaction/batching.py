@@ -37,7 +37,12 @@ def over_heads(function: Callable, ranks: tuple[int, ...], *arrays: Array | None
     if _in_head.get() and not lead:
         return function(*arrays, **static)
     given = tuple(None if x is None else jnp.asarray(x) for x in arrays)
-    return _run(function, tuple(sorted(static.items())), ranks, lead, max(1, ELEMENTS_AT_ONCE // elements), given)
+    return _run(function, tuple(sorted(static.items())), ranks, lead, heads_at_once(elements), given)
+
+
+def heads_at_once(elements: int) -> int | None:
+    """How many heads of so many elements are done side by side; None: one after another."""
+    return None if jax.default_backend() == "cpu" else max(1, ELEMENTS_AT_ONCE // elements)
 
 
 def _flat(x: Array, lead: tuple[int, ...], rank: int) -> Array:
@@ -46,7 +51,7 @@ def _flat(x: Array, lead: tuple[int, ...], rank: int) -> Array:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _run(function: Callable, static: tuple, ranks: tuple[int, ...], lead: tuple[int, ...], at_once: int,
+def _run(function: Callable, static: tuple, ranks: tuple[int, ...], lead: tuple[int, ...], at_once: int | None,
          arrays: tuple) -> Any:
     """Results [*lead, ...] of arrays whose leading axes broadcast to `lead`."""
     flat = tuple(None if x is None else _flat(x, lead, rank) for x, rank in zip(arrays, ranks, strict=True))
@@ -54,7 +59,7 @@ def _run(function: Callable, static: tuple, ranks: tuple[int, ...], lead: tuple[
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
 
 
-def _each(function: Callable, static: tuple, at_once: int) -> Callable:
+def _each(function: Callable, static: tuple, at_once: int | None) -> Callable:
     """A function of arrays [heads, ...], one head by one, whose `vmap` is one more axis of heads."""
     def one_head(x):
         token = _in_head.set(True)
@@ -65,8 +70,6 @@ def _each(function: Callable, static: tuple, at_once: int) -> Callable:
 
     @jax.custom_batching.custom_vmap
     def run(arrays):
-        if jax.default_backend() == "cpu":
-            return jax.lax.map(one_head, arrays)
         return jax.lax.map(one_head, arrays, batch_size=at_once)
 
     @run.def_vmap

@@ -119,12 +119,14 @@ def _largest(wanted: Array, logits: Array, budget: int) -> Array:
 
 
 class _Pursuit(NamedTuple):
-    """Chosen tokens of one head: `columns = lower @ basis`."""
+    """Chosen tokens of one head, all but the last in a fit: `rows = lower @ basis`."""
 
     indices: Array
     """[t] int32, -1 where none was left."""
     taken: Array
     """[T] bool."""
+    rows: Array
+    """[m, N] columns of Φ that were chosen last."""
     basis: Array
     """[t, N] orthonormal rows; 0 for those yet to be chosen, and for columns that depend on those before."""
     lower: Array
@@ -141,22 +143,33 @@ def _pursue(scores: Array, bias: Array, counted: Array, budget: int, first: int,
     """The choice of one head: `first` tokens, then `then` at a time."""
     valid = bias > MASKED / 2
     columns, target = features(jnp.where(valid, scores, MASKED), biased(scores, bias), counted)
-    rows = columns.T
-    room = first + -(-(budget - first) // then) * then
+    rounds = -(-(budget - first) // then)
+    room = first + rounds * then
     zeros = jnp.zeros((room, len(target)))
-    state = _Pursuit(jnp.full(room, -1, jnp.int32), ~valid, zeros, jnp.eye(room), jnp.eye(room), zeros[:, 0], target)
-    state = _take(state, rows, target, 0, first)
-    rounds = (room - first) // then
-    state = jax.lax.fori_loop(0, rounds, lambda i, s: _take(s, rows, target, first + i * then, then), state)
+    state = _Pursuit(jnp.full(room, -1, jnp.int32), ~valid, zeros[:0], zeros, jnp.eye(room), jnp.eye(room),
+                     zeros[:, 0], target)
+    state = _chosen(state, columns, 0, first)
+    if rounds > 0:
+        state = _chosen(_fitted(state, target, 0), columns, first, then)
+        # What was chosen goes from round to round: a round that chose, then fitted, would read a column again for
+        # every row of the basis (XLA for CPUs fuses reading with the products).
+        step = lambda i, s: _chosen(_fitted(s, target, first + (i - 1) * then), columns, first + i * then, then)
+        state = jax.lax.fori_loop(1, rounds, step, state)
     return state.indices[:budget]
 
 
-def _take(state: _Pursuit, rows: Array, target: Array, start: Array | int, number: int) -> _Pursuit:
-    """Chooses `number` tokens, and fits the weights of all."""
-    correlation = jnp.where(state.taken, -jnp.inf, dot(rows, state.residual))
-    found, picks = jax.lax.top_k(correlation, number)
+def _chosen(state: _Pursuit, columns: Array, start: Array | int, number: int) -> _Pursuit:
+    """With the `number` tokens of the largest correlation, from `start` on in order of choice."""
+    found, picks = jax.lax.top_k(jnp.where(state.taken, -jnp.inf, dot(state.residual, columns)), number)
     there = found > -jnp.inf
-    new, coefficients, within = orthonormal_to(state.basis, jnp.where(there[:, None], rows[picks], 0))
+    indices = jax.lax.dynamic_update_slice_in_dim(state.indices, jnp.where(there, picks, -1), start, 0)
+    return state._replace(indices=indices, taken=state.taken.at[picks].set(True),
+                          rows=jnp.where(there, columns[:, picks], 0).T)
+
+
+def _fitted(state: _Pursuit, target: Array, start: Array | int) -> _Pursuit:
+    """With weights of all tokens so far, those chosen last from `start` on, and the residual that they leave."""
+    new, coefficients, within = orthonormal_to(state.basis, state.rows)
     within += jnp.diag(jnp.where(jnp.diagonal(within) == 0, 1, 0))  # columns that depend on others weigh nothing
     within_inverse = inverse_of_lower(within)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
@@ -165,7 +178,6 @@ def _take(state: _Pursuit, rows: Array, target: Array, start: Array | int, numbe
     inverse = put_within(put(state.inverse, -dot(within_inverse, dot(coefficients, state.inverse))), within_inverse)
     basis, projection = put(state.basis, new), put(state.projection, dot(new, target))
     weights = jnp.clip(dot(projection, inverse), *OMP_WEIGHTS)
-    weights = jnp.where(jnp.arange(len(weights)) < start + number, weights, 0)
+    weights = jnp.where(jnp.arange(len(weights)) < start + len(new), weights, 0)
     residual = target - dot(dot(weights, lower), basis)
-    indices = put(state.indices, jnp.where(there, picks, -1))
-    return _Pursuit(indices, state.taken.at[picks].set(True), basis, lower, inverse, projection, residual)
+    return state._replace(basis=basis, lower=lower, inverse=inverse, projection=projection, residual=residual)

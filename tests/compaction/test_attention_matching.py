@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 from kvjax.attention.partials import MASKED
-from kvjax.compaction import key_choice
+from kvjax.compaction import batching, key_choice
 from kvjax.compaction.attention_matching import FITTED, METHODS, Compacted, choose, compact, find_method, fit_bias_of
 from kvjax.compaction.budgets import exchange, sensitivity
 from kvjax.compaction.fitting import (
@@ -277,6 +277,17 @@ def test_under_jit_and_vmap_results_are_the_same(method):
         np.testing.assert_array_equal(made.indices, expected.indices)
         for a, b in zip(made, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_heads_side_by_side_are_compacted_as_one_by_one(monkeypatch):
+    queries, keys, values, bias, counted = ragged(13)
+    run = lambda: compact("am_omp_fast", queries, keys, values, SLOTS, bias=bias, counted=counted)
+    expected = run()
+    monkeypatch.setattr(batching, "heads_at_once", lambda elements: 4)  # as on accelerators; and a rest of 2
+    made = run()
+    np.testing.assert_array_equal(made.indices, expected.indices)
+    np.testing.assert_allclose(made.bias, expected.bias, atol=5e-3)
+    np.testing.assert_allclose(made.values, expected.values, rtol=1e-2, atol=5e-3)
 
 
 def test_types_of_keys_and_of_copied_values_stay():
