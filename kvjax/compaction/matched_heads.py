@@ -55,13 +55,21 @@ class Heads:
 
     def fit(self, fitting: Fitting, number: int, references: References) -> dict[str, Array]:
         """What is left of entry `number`: {component: [B, t, *features]}."""
-        options, dtype, scale = fitting.options, fitting.cache.dtype, self.sizes.scale
+        return self.rows(fitting, *self.matched(fitting, number, references))
+
+    def matched(self, fitting: Fitting, number: int, references: References) -> tuple[Problem, Compacted]:
+        """The problem of entry `number`, and its solution before biases are folded or anything is rounded."""
+        options = fitting.options
         problem = problem_of(fitting.config, fitting.params, fitting.cache, number, fitting.entries[number], references,
                              options.keep)
         (keys, values, bias), queries, counted = problem
-        made = match(options.method, queries, keys, values, fitting.most, scale=scale, bias=bias, counted=counted,
-                     counts=jnp.asarray(fitting.counts[number]), key=fitting.key(number))
-        made = _folded(made, queries, counted, scale) if options.fold else made
+        return problem, match(options.method, queries, keys, values, fitting.most, scale=self.sizes.scale, bias=bias,
+                              counted=counted, counts=jnp.asarray(fitting.counts[number]), key=fitting.key(number))
+
+    def rows(self, fitting: Fitting, problem: Problem, made: Compacted) -> dict[str, Array]:
+        """What a prefix holds of a solution: folded if the options say so, and with values for what is read."""
+        options, dtype, scale = fitting.options, fitting.cache.dtype, self.sizes.scale
+        made = _folded(made, problem.queries, problem.counted, scale) if options.fold else made
         if options.method in FITTED and (options.fold or dtype != jnp.float32):
             made = self._refitted(made, problem, dtype)
         rows = {"k": made.keys, "bias": stored_bias(made.bias, scale, bias_type(dtype))[..., None], "v": made.values}
