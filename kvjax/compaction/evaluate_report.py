@@ -65,8 +65,8 @@ class Measured:
     """Relative RMS error of attention to the context by layer: for the calibration queries."""
     far_error: list[float]
     """The same for the queries of the continuation."""
-    seconds: float
-    """Of compaction, without compilation, of making references and of prefill."""
+    seconds: float | None
+    """Of compaction, without prefill and without making references; None of a first context: programs are compiled."""
     nbytes: int
     """Of the cache as allocated."""
     bytes_per_slot: float
@@ -92,8 +92,8 @@ class ContextResult:
     bytes_per_token: float
     layers: list[int]
     """Those that are compacted, in the order of errors."""
-    seconds: dict[str, float]
-    """Of prefill, and of making the reference queries."""
+    seconds: dict[str, float | None]
+    """Of prefill, and of making the reference queries; None of a first context."""
     drift: Drift | None
     measured: list[Measured]
 
@@ -134,7 +134,7 @@ def _restored(context: dict[str, Any]) -> ContextResult:
     return ContextResult(**context | {"drift": context["drift"] and Drift(**context["drift"]), "measured": measured})
 
 
-QUANTITIES: dict[str, Callable[[Measured], float]] = {
+QUANTITIES: dict[str, Callable[[Measured], float | None]] = {
     "kl": lambda m: m.kl, "perplexity": lambda m: m.perplexity, "far_error": lambda m: float(np.mean(m.far_error)),
     "near_error": lambda m: float(np.mean(m.near_error)), "seconds": lambda m: m.seconds,
     "nbytes": lambda m: m.nbytes, "bytes_per_slot": lambda m: m.bytes_per_slot}
@@ -148,15 +148,17 @@ def grouped(results: Sequence[ContextResult]) -> dict[tuple[str, str, float], li
     return found
 
 
-def _spread(quantity: Callable[[Any], float], items: Sequence[Any]) -> dict[str, float | None]:
-    """Mean over contexts and its standard error, None for one context."""
-    values = [quantity(item) for item in items]
+def _spread(quantity: Callable[[Any], float | None], items: Sequence[Any]) -> dict[str, float | None]:
+    """Mean over the contexts that have a quantity, and its standard error; None for want of contexts."""
+    values = [value for item in items if (value := quantity(item)) is not None]
     error = float(np.std(values, ddof=1) / len(values)**0.5) if len(values) > 1 else None
-    return {"mean": float(np.mean(values)), "standard_error": error}
+    return {"mean": float(np.mean(values)) if values else None, "standard_error": error}
 
 
 def _cell(spread: dict[str, float | None]) -> str:
     mean, error = spread["mean"], spread["standard_error"]
+    if mean is None:
+        return "–"
     return f"{mean:.3g}" if error is None else f"{mean:.3g} ± {error:.1g}"
 
 
@@ -167,8 +169,7 @@ def markdown(settings: dict[str, Any], results: Sequence[ContextResult]) -> str:
              "(mean over tokens):", _by_ratio(results, "kl"),
              f"Perplexity of the continuations; with the full cache {full}:", _by_ratio(results, "perplexity"),
              "Relative error of attention outputs for the queries of the continuations (RMS, mean over layers):",
-             _by_ratio(results, "far_error"), "Seconds of compaction; " + _times(results),
-             _by_ratio(results, "seconds"), _bytes(results)]
+             _by_ratio(results, "far_error"), _times(results), _by_ratio(results, "seconds"), _bytes(results)]
     if any(m.bound for m in results[0].measured):
         parts += [_drift(results), "Folding's change of attention outputs with the same values and keys not rounded, "
                   "and its bound (RMS relative to the outputs with biases, mean over layers; near: calibration "
@@ -199,7 +200,8 @@ def _by_ratio(results: Sequence[ContextResult], name: str) -> str:
 
 def _times(results: Sequence[ContextResult]) -> str:
     taken = lambda name: _cell(_spread(lambda result: result.seconds[name], results))
-    return f"prefill of a context took {taken('prefill')}, reference queries {taken('references')}:"
+    return (f"Seconds of compaction, the first context left out (programs are compiled); prefill of a context took "
+            f"{taken('prefill')}, reference queries {taken('references')}:")
 
 
 def _bytes(results: Sequence[ContextResult]) -> str:

@@ -37,6 +37,7 @@ OWN_REFERENCES = {"snapkv": "window", "kvzip": "repeated"}
 """Methods that come with reference queries of their own; the others take those that were asked for."""
 CHUNK = 512
 """Tokens of a context that are prefilled at once."""
+Caches = dict[str, tuple[Cache, float | None]]
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Prepared:
     queries: list[tuple[Array, Array]] | None
     """Of each entry: calibration queries and those of the continuation, [1, G, N, key_dim]; None: attention has no
     heads of keys that biases could be folded into."""
-    seconds: dict[str, float]
-    """Of prefill, and of the reference queries."""
+    seconds: dict[str, float | None]
+    """Of prefill, and of the reference queries; None: not measured."""
 
     @property
     def perplexity(self) -> float:
@@ -97,7 +98,7 @@ class Prepared:
 def prepare(how: How, tokens: np.ndarray, methods: tuple[str, ...], warm: bool) -> Prepared:
     """Reads a context and its continuation, int32 [context + continuation + 1], with all tokens in the cache.
 
-    `warm`: it was done before, so that nothing is compiled and the first run is timed.
+    `warm`: it was done before with the same sizes, so that nothing is compiled; only then is it timed.
     """
     context, rest = tokens[None, :how.context_tokens], jnp.asarray(tokens[None, how.context_tokens:])
     (last, cache), prefill = _timed(lambda: _prefilled(how, context, len(tokens)), warm)
@@ -120,12 +121,11 @@ def _queries_of(how: How, cache: Cache, by: References) -> list[Array]:
             for number, entry in enumerate(entries_of(how.model.config))]
 
 
-def _timed(run: Callable[[], Any], warm: bool) -> tuple[Any, float]:
-    """What a function returns, and how many seconds that takes, compilation excluded."""
-    if not warm:
-        jax.block_until_ready(run())
+def _timed(run: Callable[[], Any], warm: bool) -> tuple[Any, float | None]:
+    """What a function returns, and how many seconds that takes; None if it is compiled in that time."""
     start = time.perf_counter()
-    return jax.block_until_ready(run()), time.perf_counter() - start
+    result = jax.block_until_ready(run())
+    return result, time.perf_counter() - start if warm else None
 
 
 def _prefilled(how: How, context: np.ndarray, room: int) -> tuple[Array, Cache]:
@@ -202,7 +202,7 @@ def measure_case(how: How, prepared: Prepared, method: str, ratio: float, warm: 
             for reading, (cache, seconds) in made.items()]
 
 
-def compacted(how: How, prepared: Prepared, method: str, slots: int, warm: bool) -> dict[str, tuple[Cache, float]]:
+def compacted(how: How, prepared: Prepared, method: str, slots: int, warm: bool) -> Caches:
     """The compacted cache of each reading, and the seconds it took. All are of the same fit."""
     found = prepared.references[how.references_of(method)]
     fitting = begin(how.model, how.params, prepared.cache, slots, method=method, keep=how.keep, seed=how.seed)
@@ -221,7 +221,7 @@ def _fitted(fitting: Fitting, found: References) -> Cache:
                               for number, entry in enumerate(fitting.entries)])
 
 
-def _heads_fitted(fitting: Fitting, found: References, warm: bool) -> dict[str, tuple[Cache, float]]:
+def _heads_fitted(fitting: Fitting, found: References, warm: bool) -> Caches:
     """With biases, folded, and refitted without them: tokens are chosen and biases fitted once."""
     folding = dataclasses.replace(fitting, options=dataclasses.replace(fitting.options, fold=True))
     matched, seconds = _timed(lambda: [fitting.form.matched(fitting, number, found.read_by(entry.readers))
@@ -233,7 +233,7 @@ def _heads_fitted(fitting: Fitting, found: References, warm: bool) -> dict[str, 
     for reading, how, pairs in readings:
         run = lambda how=how, pairs=pairs: how.assembled([how.form.rows(how, *pair) for pair in pairs])
         cache, more = _timed(run, warm)
-        caches[reading] = cache, seconds + more
+        caches[reading] = cache, seconds + more if warm else None
     return caches
 
 

@@ -119,9 +119,9 @@ def test_drift_is_that_of_the_means():
     assert drift.means_apart[1][0] == pytest.approx(apart, rel=1e-4)
 
 
-@pytest.mark.parametrize("config", [
-    pytest.param(model_config(KPA, layers=1, vocab_size=256), id="kpa"),
-    pytest.param(dataclasses.replace(CONFIG, sharing=CrossLayer()), id="cla", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("config", [model_config(KPA, layers=1, vocab_size=256),
+                                    dataclasses.replace(CONFIG, sharing=CrossLayer())], ids=["kpa", "cla"])
 def test_other_variants_are_measured_by_layer(config):
     found, result = figures(config, methods=("am_highest",), ratios=(4.0,), references="context")
     assert all(len(m.far_error) == config.layers and 0 < m.kl < 10 for m in found.values())
@@ -164,6 +164,8 @@ def test_command_writes_tables_figures_and_plot(folder, capsys, monkeypatch):
     mean, error = np.mean(kls), abs(kls[0] - kls[1]) / 2
     assert f"| recent | {mean:.3g} ± {error:.1g} |" in table
     assert figures["summary"][0]["kl"] == pytest.approx({"mean": mean, "standard_error": error})
+    seconds = [m["seconds"] for context in figures["contexts"] for m in context["measured"]]
+    assert seconds[:5] == [None] * 5 and min(seconds[5:]) > 0
     assert len(figures["summary"]) == 1 + 4 and figures["settings"]["ratios"] == [4]
     assert (folder / "out/compaction.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(evaluate, "measure", lambda args, config, params, places: iter(places))  # nothing is left to do
