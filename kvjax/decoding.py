@@ -37,7 +37,7 @@ def decode(
     if tokens.ndim != 2 or tokens.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"tokens have shape {tokens.shape}: [B, T] with the cache's B = {cache.lengths.shape[0]} "
                          "is wanted")
-    _check_cache(model, cache)
+    check_cache(model, cache)
     counts = _checked_counts(tokens, counts)
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < counts[:, None], tokens, 0)  # padding may be anything
     _check_known_ids(tokens, model.config.vocab_size)
@@ -47,7 +47,8 @@ def decode(
     return logits, cache.append(rows, counts)
 
 
-def _check_cache(model: Decoder, cache: Cache) -> None:
+def check_cache(model: Decoder, cache: Cache) -> None:
+    """Raises ValueError if the cache is another model's."""
     held = {name: (c.shape[0], c.shape[2], c.dtype.name) for name, c in cache.components.items()}
     wanted = contents(model.config, cache.dtype)
     sizes = {c.name: (slots, c.size, dtype.name) for c, slots, dtype in wanted}

@@ -20,7 +20,7 @@ from jax import Array
 
 from kvjax.cache import BLOCK, Cache, init_cache
 from kvjax.config import require
-from kvjax.decoding import decode
+from kvjax.decoding import check_cache, decode
 from kvjax.quantisation import storage_type
 from kvjax.sampling import check_settings, sample
 from kvjax.sharding import constrain
@@ -98,12 +98,14 @@ def generate_stream(model: nn.Module, params: Any, prompts: Sequence[Sequence[in
     require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: it must be 1 or more")
     require(1 <= stride <= STRIDE, f"stride is {stride}: it must be between 1 and {STRIDE}")
     check_settings(temperature, top_k, top_p, min_p)
+    require(cache is None or cache_dtype is None, f"cache_dtype is {cache_dtype}, and a cache is given, which is of "
+                                                  "a type: give one of them")
     cache_dtype = storage_type(model.config.dtype if cache_dtype is None else cache_dtype)
     rows = _checked_prompts(prompts, model.config.vocab_size)
     longest = max(map(len, rows)) + max_new_tokens
-    before = 0 if cache is None else _checked_cache(cache, rows, max_new_tokens)
-    require(model.config.positions != "learned" or longest + before <= model.config.context_length,
-            f"prompt and max_new_tokens reach {longest + before} tokens: the table of learned positions has "
+    reached = longest if cache is None else _checked_cache(model, cache, rows, max_new_tokens)
+    require(model.config.positions != "learned" or reached <= model.config.context_length,
+            f"prompt and max_new_tokens reach {reached} tokens: the table of learned positions has "
             f"{model.config.context_length}")
     settings = Settings(jax.random.key(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p),
                         np.float32(min_p), np.int32(-1 if eos_id is None else eos_id))
@@ -185,14 +187,17 @@ def _advance(model, params, state: State, settings: Settings, steps: Array) -> t
     return constrain(drawn, None, None), state
 
 
-def _checked_cache(cache: Cache, rows: list[np.ndarray], max_new_tokens: int) -> int:
-    """The last position that a cache has reached. Raises ConfigError if prompts and drawn tokens do not fit it."""
+def _checked_cache(model: nn.Module, cache: Cache, rows: list[np.ndarray], max_new_tokens: int) -> int:
+    """Tokens that any sequence will reach. Raises ConfigError if prompts and drawn tokens do not fit the cache."""
+    check_cache(model, cache)
+    require(not bool(cache.overflowed.any()), "more was appended to the cache than it has room for, and was dropped: "
+                                              "make it with more room")
     require(len(rows) == len(cache.lengths), f"there are {len(rows)} prompts, and the cache holds {len(cache.lengths)} "
                                              "sequences")
     needed = max(int(n) + len(row) for n, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens - 1
     require(needed <= cache.capacity, f"prompts and max_new_tokens need room for {needed} tokens, and the cache has "
                                       f"{cache.capacity}: make it with more")
-    return int(cache.positions.max())
+    return max(int(n) + len(row) for n, row in zip(cache.positions, rows, strict=True)) + max_new_tokens
 
 
 def _checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:

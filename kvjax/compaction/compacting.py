@@ -22,9 +22,10 @@ from kvjax.attention.sharing import make_plan
 from kvjax.cache import LANES, Cache, Prefix, init_cache, round_up, stored_axes, tokens_kept
 from kvjax.cache import capacity as whole_blocks
 from kvjax.compaction.attention_matching import find_method
-from kvjax.compaction.entries import MASKED_IN_CACHE, Entry, Place, entries_of, layer_of_entry, sizes_of
+from kvjax.compaction.entries import MASKED_IN_CACHE, Entry, Place, entries_of, entry_of_layers, sizes_of
+from kvjax.compaction.key_choice import SNAPKV_WINDOW
 from kvjax.compaction.matched_factors import Factors
-from kvjax.compaction.matched_heads import Heads
+from kvjax.compaction.matched_heads import Heads, check_storable
 from kvjax.compaction.references import References
 from kvjax.config import ModelConfig, require
 from kvjax.model.decoder import Decoder
@@ -51,10 +52,17 @@ def compact(model: Decoder, params: Any, cache: Cache, slots: int | Array, refer
         options: see `Options`.
     Raises:
         ConfigError: the model keeps nothing that can be compacted; a number of slots that is below 1 or above the
-            tokens there are; an unknown method.
-        ValueError: fits that are not possible, as `attention_matching` and `fold_bias` say.
+            tokens there are; references of another model or batch; a cache that overflowed.
+        ValueError: an unknown method; fits that are not possible, as `attention_matching` and `fold_bias` say; keys or
+            values that overflow the type of the cache.
     """
     fitting = begin(model, params, cache, slots, **options)
+    wanted = (model.config.layers, len(cache.lengths), model.config.width)
+    layers, batch, _, width = references.inputs.shape
+    require((layers, batch, width) == wanted, f"references are inputs of {layers} layers, {batch} rows and width "
+            f"{width}: the model and the cache have {wanted}")
+    if fitting.options.method == "snapkv":
+        references = references.newest(SNAPKV_WINDOW)
     return fitting.assembled([fitting.fit(number, references.read_by(entry.readers))
                               for number, entry in enumerate(fitting.entries)])
 
@@ -64,7 +72,7 @@ class Options:
     """How a cache is compacted."""
 
     method: str = "am_highest"
-    """One of `kvjax.compaction.attention_matching.METHODS`."""
+    """One of `kvjax.compaction.attention_matching.METHODS`; "snapkv" looks at the newest of the references only."""
     fold: bool = False
     """Biases are folded into keys (FoldBias), so that attention without biases reads the cache."""
     keep: int = 0
@@ -104,7 +112,7 @@ class Fitting:
 
     def assembled(self, fitted: list[Fitted]) -> Cache:
         """The compacted cache, of what is left of each entry."""
-        prefix = Prefix(self._prefix(fitted, self.counts), layer_of_entry(self.config, self.entries))
+        prefix = Prefix(self._prefix(fitted, self.counts), entry_of_layers(self.config, self.entries))
         return self._rest().replace(prefix=prefix)
 
     def cache_of_group(self, segment: int, numbers: list[int], fitted: list[Fitted]) -> Cache:
@@ -117,14 +125,19 @@ class Fitting:
 
     def _rest(self) -> Cache:
         keep, room = self.options.keep, self.options.room
-        return _shortened(self.config, self.cache, keep, room, whole_blocks(int(self.cache.positions.max()) + room))
+        reach = _reach(self.cache, int(self.cache.positions.max()) + room)
+        return _shortened(self.config, self.cache, keep, room, reach)
 
     def _prefix(self, fitted: list[Fitted], counts: np.ndarray) -> Cache:
         """A cache of the entries, of one slot each; biases that are all 0 are left out."""
         rows = {c.name: jnp.stack([made[c.name] for made in fitted]) for c in self.form.table()}
-        biased = bool((rows["bias"] != 0).any())
-        empty = _empty_prefix(self.form, len(fitted), counts.shape[1], int(counts.max()), self.cache.dtype, biased)
-        return empty.append(rows, jnp.asarray(counts.max(axis=(0, 2))))
+        for name in rows.keys() - {"bias"}:
+            check_storable(name, rows[name], self.cache.dtype)
+        held = jnp.asarray(counts.max(axis=(0, 2)))
+        seen = (jnp.arange(self.most) < held[:, None])[..., *[None] * (rows["bias"].ndim - 3)]
+        biased = bool(((rows["bias"] != 0) & seen).any())
+        empty = _empty_prefix(self.form, len(fitted), counts.shape[1], self.most, self.cache.dtype, biased)
+        return empty.append(rows, held)
 
 
 def init_compacted(config: ModelConfig, batch: int, slots: int, room: int, dtype=None, *, biased: bool = True,
@@ -140,13 +153,17 @@ def init_compacted(config: ModelConfig, batch: int, slots: int, room: int, dtype
     """
     cache, entries = init_cache(config, batch, room, dtype), entries_of(config)
     prefix = _empty_prefix(form_of(config, entries[0].places[0]), len(entries), batch, slots, cache.dtype, biased)
-    return _shortened(config, cache, 0, room, whole_blocks(reach or room)).replace(
-        prefix=Prefix(prefix, layer_of_entry(config, entries)))
+    room = whole_blocks(room)
+    return _shortened(config, cache, 0, room, _reach(cache, reach or room)).replace(
+        prefix=Prefix(prefix, entry_of_layers(config, entries)))
 
 
 def begin(model: Decoder, params: Any, cache: Cache, slots: int | Array, **options: Any) -> Fitting:
     """Checks what `compact` is given, before anything is computed."""
     options = Options(**options)
+    require(options.keep >= 0, f"keep is {options.keep}: it must be 0 or more")
+    require(not bool(cache.overflowed.any()), "more was appended to the cache than it has room for, and was dropped: "
+                                              "make it with more room")
     entries = entries_of(model.config)
     form = form_of(model.config, entries[0].places[0])
     counts = _slots(slots, _compactable(cache, len(entries), form.heads, options.keep))
@@ -156,7 +173,8 @@ def begin(model: Decoder, params: Any, cache: Cache, slots: int | Array, **optio
         room = max(1, cache.capacity - int(cache.lengths.max()) + options.keep)
     require(room >= max(options.keep, 1),
             f"room is {room}: it must be at least 1, and the {options.keep} tokens that are kept")
-    return Fitting(model.config, params, cache, entries, form, counts, replace(options, room=room))
+    return Fitting(model.config, params, cache, entries, form, counts,
+                   replace(options, room=whole_blocks(room)))
 
 
 def form_of(config: ModelConfig, place: Place) -> Heads | Factors:
@@ -168,6 +186,7 @@ def form_of(config: ModelConfig, place: Place) -> Heads | Factors:
 def _slots(slots: int | Array, tokens: np.ndarray) -> np.ndarray:
     """Slots of each head, int32 [entries, B, G]: of one with fewer tokens all that it has."""
     slots = np.asarray(slots)
+    require(np.issubdtype(slots.dtype, np.integer), f"slots are of type {slots.dtype}: give whole numbers")
     require(slots.shape in ((), tokens.shape), f"slots have shape {slots.shape}: give one number, or one for each "
                                                f"entry, row and head {tokens.shape}")
     require(slots.min() >= 1, f"slots are {slots.min()} somewhere: each head keeps at least 1")
@@ -206,6 +225,11 @@ def _empty_prefix(form: Heads | Factors, entries: int, batch: int, slots: int, d
         return constrain(jnp.zeros((entries, batch, c.size, tokens), types[c.name]), *stored_axes(c))
     none = lambda dtype: jnp.zeros((batch,), dtype)
     return Cache({c.name: empty(c) for c in table}, none(jnp.int32), none(bool), none(jnp.int32), table, tokens)
+
+
+def _reach(cache: Cache, positions: int) -> int:
+    """Room of rings for so many positions; 0 without rings, where it says nothing."""
+    return whole_blocks(positions) if any(c.window is not None for c in cache.table) else 0
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3, 4))

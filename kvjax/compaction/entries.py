@@ -77,9 +77,9 @@ def sizes_of(config: ModelConfig, place: Place) -> HeadSizes | None:
     return sizes
 
 
-def layer_of_entry(config: ModelConfig, numbers: tuple[Entry, ...]) -> tuple[int | None, ...]:
+def entry_of_layers(config: ModelConfig, entries: tuple[Entry, ...]) -> tuple[int | None, ...]:
     """For each layer, the number of its entry, or None."""
-    found = {reader: number for number, entry in enumerate(numbers) for reader in entry.readers}
+    found = {reader: number for number, entry in enumerate(entries) for reader in entry.readers}
     return tuple(found.get(layer) for layer in range(config.layers))
 
 
@@ -105,14 +105,14 @@ def tokens_of(config: ModelConfig, path: tuple[Weights, ...], place: Place, cach
     cached = {c.name: slots[c.name] for c in layer.reads if c.cached}
     view, valid = whole(cache.past(next(iter(cached))), cached, cache.lengths - keep)
     keys, values = variant.head_states(layer, path, view)
-    own = Tokens(_heads_first(keys), _heads_first(values), jnp.zeros(()))
-    sizes = variant.as_heads(layer)
-    bias = jnp.where(valid, 0.0, MASKED)[:, None]
-    own = own._replace(bias=jnp.broadcast_to(bias, (len(bias), sizes.heads, bias.shape[-1])))
-    if cache.prefix is None:
-        return own
-    old = _prefix_tokens(cache, entry, sizes)
-    return Tokens(*(jnp.concatenate(x, axis=2) for x in zip(old, own, strict=True)))
+    sizes, bias = variant.as_heads(layer), jnp.where(valid, 0.0, MASKED)[:, None]
+    bias = jnp.broadcast_to(bias, (len(bias), sizes.heads, bias.shape[-1]))
+    tokens = Tokens(_heads_first(keys), _heads_first(values), bias)
+    if cache.prefix is not None:
+        old = _prefix_tokens(cache, entry, sizes)
+        tokens = Tokens(*(jnp.concatenate(x, axis=2) for x in zip(old, tokens, strict=True)))
+    there = (tokens.bias > MASKED / 2)[..., None]  # what slots without a token hold may be anything
+    return Tokens(jnp.where(there, tokens.keys, 0), jnp.where(there, tokens.values, 0), tokens.bias)
 
 
 def whole(past: Past, slots: dict[str, tuple], lengths: Array):
@@ -131,8 +131,8 @@ def _prefix_tokens(cache: Cache, entry: Array | int, sizes: HeadSizes) -> Tokens
     held = cache.prefix.cache
     names = [c.name for c in held.table if c.state in ("k", "v")]
     view, valid = whole(held.past("k"), {name: (entry,) for name in names}, held.lengths)
-    bias = view["bias"][..., 0] * sizes.scale if "bias" in names else jnp.zeros(view["k"].shape[:3])
-    bias = jnp.where(valid[..., None] & (bias > MASKED_IN_CACHE), bias, MASKED)
+    bias = view["bias"][..., 0] if "bias" in names else jnp.zeros(view["k"].shape[:3])
+    bias = jnp.where(valid[..., None] & (bias > MASKED_IN_CACHE), bias * sizes.scale, MASKED)
     return Tokens(_heads_first(view["k"]), _heads_first(view["v"]), jnp.moveaxis(bias, 2, 1))
 
 

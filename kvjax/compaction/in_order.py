@@ -1,7 +1,8 @@
-"""Compaction layer by layer: what queries a layer is matched on are those that compacted layers before it lead to.
+"""Compaction in the order of layers: the queries of a layer are those that compacted layers before its group lead to.
 
 Attention Matching calls this on-policy: what a layer will be asked after compaction is what it is fitted to. The
-reference tokens pass each group of layers twice, once with the whole cache and once with what was fitted.
+reference tokens pass each group of layers twice, once with the whole cache and once with what was fitted. (Without a
+sharing scheme a group is one layer. Layers of one group see each other uncompacted, and so do all that read one entry.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvjax.attention.sharing import make_plan
 from kvjax.cache import Cache
 from kvjax.compaction.compacting import Fitting, begin
 from kvjax.compaction.entries import Entry
-from kvjax.compaction.references import References, counted_tokens
+from kvjax.compaction.references import References, checked, counted_tokens
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import INPUTS, Context, Decoder, Group, Source, weighted_sum
 
@@ -89,7 +90,7 @@ class _Pass:
 
     def _references(self, entry: Entry) -> References:
         inputs = jnp.stack([self.inputs[reader] for reader in entry.readers])
-        return References(inputs, self.positions, self.counted)
+        return checked(References(inputs, self.positions, self.counted), "the reference tokens")
 
     def _context(self, cache: Cache) -> Context:
         return Context(self.positions, cache=cache, keep_inputs=True)

@@ -27,8 +27,10 @@ from kvjax.attention.sharing import make_attention, make_plan
 from kvjax.attention.variant import Layer
 from kvjax.cache import Cache
 from kvjax.compaction.attention_matching import FITTED, choose, fit_bias_of
+from kvjax.compaction.checks import check, check_finite
 from kvjax.compaction.entries import MASKED_IN_CACHE, Entry, Place, path_of, whole
 from kvjax.compaction.fitting import biased, least_squares
+from kvjax.compaction.matched_heads import time_order
 from kvjax.compaction.references import References
 from kvjax.config import ModelConfig, require
 from kvjax.model.parameters import layer_spec
@@ -83,10 +85,14 @@ class Factors:
                              options.keep)
         indices, bias = _chosen(options.method, problem, fitting.most, jnp.asarray(fitting.counts[number]),
                                 fitting.key(number))
-        bias = stored_bias(jnp.where(indices < 0, MASKED, bias), 1.0, kind)
+        order = time_order(indices)
+        indices, bias = (jnp.take_along_axis(x, order, axis=-1) for x in (indices, bias))
+        scale = self.config.attention.head_dim**-0.5
+        bias = stored_bias(jnp.where(indices < 0, MASKED, bias), scale, kind)
         rows = {name: _taken(x, indices) for name, x in problem.rows.items()}
         if options.method in FITTED:
-            rows |= _refitted(self.layer, self.config.attention, problem, rows, indices, bias.astype(jnp.float32))
+            rows |= _refitted(self.layer, self.config.attention, problem, rows, indices,
+                              bias.astype(jnp.float32) * scale)
         return rows | {"bias": bias[..., None]}
 
 
@@ -94,11 +100,21 @@ def _chosen(method: str, problem: Problem, most: int, counts: Array, key: Array)
     """Indices of tokens, -1 for slots of none, and their biases, both [B, t]."""
     batch, heads, count, tokens = problem.scores.shape
     pooled = problem.scores.reshape(batch, 1, heads * count, tokens)
+    _check(problem)
     counted, bias = jnp.tile(problem.counted, (1, heads))[:, None], problem.bias[:, None]
     indices = choose(method, pooled, most, bias=bias, counted=counted, counts=counts, key=key)
     if method in FITTED:
         return indices[:, 0], fit_bias_of(method, pooled, indices, bias, counted)[:, 0]
     return indices[:, 0], _taken(problem.bias, indices[:, 0])
+
+
+def _check(problem: Problem) -> None:
+    """Raises ValueError for what cannot be fitted."""
+    check(problem.counted.any(axis=-1), "no query of row {place} counts: give it at least one")
+    for name, rows in problem.rows.items():
+        check_finite(name, rows, "factors must be finite")
+    check_finite("the score, of row, head, query and token", problem.scores, "queries and keys must be finite",
+                 problem.counted[:, None, :, None])
 
 
 def problem_of(config: ModelConfig, params: Any, cache: Cache, number: int, entry: Entry, references: References,
@@ -133,14 +149,21 @@ def _tokens(config: ModelConfig, layer: Layer, place: Place, cache: Cache, numbe
     view, valid = whole(cache.past(next(iter(cached))), cached, cache.lengths - keep)
     rows, bias = {name: view[name] for name in cached}, jnp.where(valid, 0.0, MASKED)
     if cache.prefix is None:
-        return rows, bias
+        return _held(rows, bias)
     held = cache.prefix.cache
     old, valid = whole(held.past(next(iter(cached))), dict.fromkeys(held.components.keys() & {*cached, "bias"},
                                                                     (number,)), held.lengths)
     before = old["bias"][..., 0] if "bias" in old.entries else jnp.zeros(valid.shape)
-    before = jnp.where(valid & (before > MASKED_IN_CACHE), before, MASKED)
+    scale = config.attention.head_dim**-0.5
+    before = jnp.where(valid & (before > MASKED_IN_CACHE), before * scale, MASKED)
     join = lambda *x: jnp.concatenate(x, axis=1)
-    return {name: join(old[name], row) for name, row in rows.items()}, join(before, bias)
+    return _held({name: join(old[name], row) for name, row in rows.items()}, join(before, bias))
+
+
+def _held(rows: dict[str, Array], bias: Array) -> tuple[dict[str, Array], Array]:
+    """What slots without a token hold may be anything: 0."""
+    there = bias > MASKED / 2
+    return {name: jnp.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, 0) for name, x in rows.items()}, bias
 
 
 def _factors(layer: Layer, rows: dict[str, Array], *states: str) -> list[Array]:

@@ -63,13 +63,15 @@ class Heads:
         problem = problem_of(fitting.config, fitting.params, fitting.cache, number, fitting.entries[number], references,
                              options.keep)
         (keys, values, bias), queries, counted = problem
-        return problem, match(options.method, queries, keys, values, fitting.most, scale=self.sizes.scale, bias=bias,
-                              counted=counted, counts=jnp.asarray(fitting.counts[number]), key=fitting.key(number))
+        made = match(options.method, queries, keys, values, fitting.most, scale=self.sizes.scale, bias=bias,
+                     counted=counted, counts=jnp.asarray(fitting.counts[number]), key=fitting.key(number))
+        return problem, _in_order_of_time(made)
 
     def rows(self, fitting: Fitting, problem: Problem, made: Compacted) -> dict[str, Array]:
         """What a prefix holds of a solution: folded if the options say so, and with values for what is read."""
         options, dtype, scale = fitting.options, fitting.cache.dtype, self.sizes.scale
-        made = _folded(made, problem.queries, problem.counted, scale) if options.fold else made
+        if options.fold and bool(((made.bias != 0) & (made.indices >= 0)).any()):
+            made = _folded(made, problem.queries, problem.counted, scale)
         if options.method in FITTED and (options.fold or dtype != jnp.float32):
             made = self._refitted(made, problem, dtype)
         rows = {"k": made.keys, "bias": stored_bias(made.bias, scale, bias_type(dtype))[..., None], "v": made.values}
@@ -117,13 +119,31 @@ def _folded(made: Compacted, queries: Array, counted: Array, scale: float) -> Co
     return made._replace(keys=keys, bias=jnp.where(made.indices < 0, MASKED, 0.0))
 
 
+def _in_order_of_time(made: Compacted) -> Compacted:
+    """Slots as their tokens came, unused ones last: what is compacted again must know which are the newest."""
+    order = time_order(made.indices)
+    rows = lambda x: jnp.take_along_axis(x, order[..., None], axis=-2)
+    flat = lambda x: jnp.take_along_axis(x, order, axis=-1)
+    return Compacted(flat(made.indices), rows(made.keys), flat(made.bias), rows(made.values))
+
+
+def time_order(indices: Array) -> Array:
+    """What sorts indices of tokens [..., t], -1 last."""
+    return jnp.argsort(jnp.where(indices < 0, jnp.iinfo(jnp.int32).max, indices), axis=-1, stable=True)
+
+
 def _as_stored(x: Array, component: Component, dtype) -> Array:
     """Keys [B, G, t, d] as they are read again from a cache of some type. Raises ValueError on overflow."""
+    check_storable(component.name, x, dtype)
     if is_quantised(dtype):
         rows = jnp.swapaxes(x, 1, 2)
         return jnp.swapaxes(dequantise(*quantise(rows, component, dtype), component, jnp.float32), 1, 2)
-    rounded = x.astype(dtype).astype(jnp.float32)
-    if not bool(jnp.isfinite(rounded).all()):
-        raise ValueError(f"keys of up to {float(jnp.abs(x).max()):.4g} overflow a cache of {dtype}: use bfloat16 or "
-                         "float32")
-    return rounded
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def check_storable(name: str, x: Array, dtype) -> None:
+    """Raises ValueError unless a cache of some type can hold what was fitted."""
+    held = x if is_quantised(dtype) else x.astype(dtype)
+    if not bool(jnp.isfinite(held.astype(jnp.float32)).all()):
+        raise ValueError(f"{name}, of up to {float(jnp.abs(x).max()):.4g}, overflows a cache of {dtype}, or is not "
+                         "finite: use a cache of bfloat16 or float32")

@@ -27,15 +27,26 @@ class References:
     positions: Array
     """[B, N]."""
     counted: Array
-    """[B, N] bool: the others are padding."""
+    """[B, N] bool: the first ones of each row; the others are padding."""
 
     def thinned(self, most: int) -> References:
         """At most so many tokens of a row, spread evenly over it."""
-        count = self.positions.shape[1]
-        if count <= most:
+        if self.positions.shape[1] <= most:
             return self
-        kept = np.linspace(0, count - 1, most).round().astype(int)
-        return References(self.inputs[:, :, kept], self.positions[:, kept], self.counted[:, kept])
+        number, place = self.counted.sum(axis=1)[:, None], jnp.arange(most)
+        spread = jnp.round(place * (number - 1) / max(most - 1, 1)).astype(int)
+        return self._taken(jnp.where(number > most, spread, place), place < number)
+
+    def newest(self, most: int) -> References:
+        """The last tokens of each row, at most so many."""
+        most = min(most, self.positions.shape[1])
+        number, place = self.counted.sum(axis=1)[:, None], jnp.arange(most)
+        return self._taken(jnp.maximum(number - most, 0) + place, place < number)
+
+    def _taken(self, index: Array, counted: Array) -> References:
+        """The tokens at index [B, n] of each row."""
+        return References(jnp.take_along_axis(self.inputs, index[None, ..., None], axis=2),
+                          jnp.take_along_axis(self.positions, index, axis=1), counted)
 
     def read_by(self, layers: tuple[int, ...]) -> References:
         """Inputs of some of the layers."""
@@ -52,7 +63,7 @@ def of_context(model: Decoder, params: Any, tokens: Array, counts: Array | None 
     counted = counted_tokens(tokens, counts)
     tokens = jnp.where(counted, jnp.asarray(tokens), 0)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return _checked(References(layer_inputs(model.config, params, tokens), positions, counted), "the context")
+    return checked(References(layer_inputs(model.config, params, tokens), positions, counted), "the context")
 
 
 def of_following(model: Decoder, params: Any, cache: Cache, tokens: Array, counts: Array | None = None) -> References:
@@ -64,13 +75,14 @@ def of_following(model: Decoder, params: Any, cache: Cache, tokens: Array, count
     tokens = jnp.where(counted, jnp.asarray(tokens), 0)
     positions = cache.positions[:, None] + jnp.arange(tokens.shape[1])
     inputs = _following_inputs(model, params, tokens, cache)
-    return _checked(References(inputs, positions, counted), f"the {tokens.shape[1]} tokens that follow the cache")
+    return checked(References(inputs, positions, counted), f"the {tokens.shape[1]} tokens that follow the cache")
 
 
 def of_continuations(model: Decoder, params: Any, cache: Cache, last: Array, tokens: int, seed: int = 0) -> References:
     """Of `tokens` tokens that the model itself draws, temperature 1, behind what a cache holds.
 
-    `last` int [B] is the first token that follows the cache: it is fed, and what comes next is drawn.
+    `last` int [B] is the first token that follows the cache: it is fed, and what comes next is drawn. The cache must
+    have room for them.
     """
     prompts = np.asarray(last)[:, None]
     drawn = np.asarray(generate(model, params, prompts, max_new_tokens=tokens, seed=seed, cache=cache))
@@ -90,7 +102,8 @@ def counted_tokens(tokens: Array, counts: Array | None) -> Array:
     return jnp.arange(shape[1]) < counts[:, None]
 
 
-def _checked(references: References, what: str) -> References:
+def checked(references: References, what: str) -> References:
+    """The references, if their inputs are finite. Raises ConfigError if not, which names `what` they are of."""
     bad = ~jnp.isfinite(references.inputs).all(axis=(0, 3)) & references.counted
     require(not bool(bad.any()), f"activations at {what} are not finite: ids outside the vocabulary, or positions past "
                                  "the model's table of them")

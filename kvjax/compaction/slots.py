@@ -55,4 +55,4 @@ def _losses(fitting, number: int, references: References, sizes: list[int]) -> n
         fitting.config, fitting.params, fitting.cache, number, entry, references.read_by(entry.readers),
         fitting.options.keep)
     return np.asarray(sensitivity(fitting.options.method, queries, keys, values, sizes, bias=bias, counted=counted,
-                                  scale=fitting.form.sizes.scale))
+                                  scale=fitting.form.sizes.scale, key=fitting.key(number)))

@@ -343,8 +343,9 @@ class Decoder(nn.Module):
         return constrain(dropout(self, self.config.dropout, x.astype(self.config.dtype)), *STREAM)
 
     def embed(self, tokens: Array, positions: Array) -> Array:
-        """What the first layer reads, [B, T, D], of tokens [B, T] at positions [B, T]."""
-        return self._embed(tokens, self._known(tokens, positions), positions)
+        """What the first layer reads, [B, T, D], of tokens [B, T] at positions [B, T]; NaN where tables have none."""
+        known = self._known(tokens, positions)
+        return jnp.where(known[..., None], self._embed(tokens, known, positions), jnp.nan)
 
     def _logits(self, x: Array) -> Array:
         x = normalize(self.config, self.outer, "final_norm", x)

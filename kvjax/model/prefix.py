@@ -19,11 +19,14 @@ from jax import Array
 
 from kvjax.attention.components import Component
 from kvjax.attention.grouped_query import GroupedQuery
-from kvjax.attention.partials import MASKED, Partial
+from kvjax.attention.partials import Partial
 from kvjax.attention.variant import Attention, HeadSizes, Layer, Weights
 from kvjax.cache import Prefix
 from kvjax.model.past import attend_to_past
 from kvjax.quantisation import SCALE_TYPE, is_quantised
+
+LOWEST = -6e4
+"""Stored bias of slots that hold no token: float16 goes as low, and no score makes up for it."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ def bias_type(dtype) -> np.dtype:
 
 
 def stored_bias(bias: Array, scale: float, dtype) -> Array:
-    """Biases of scores as a prefix stores them, in a floating type; `MASKED` ones stay as low as the type goes."""
-    return jnp.maximum(bias / scale, max(MASKED, float(jnp.finfo(dtype).min))).astype(dtype)
+    """Biases of scores as a prefix stores them, in a floating type; `MASKED` ones are as low as every type goes."""
+    return jnp.maximum(bias / scale, LOWEST).astype(dtype)
 
 
 def attend_to_prefix(kernel: str, variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any,

@@ -15,9 +15,10 @@ from variants import CASES, GQA, KPA, MLA, NEAR, SHARINGS, model_config
 import kvjax
 from kvjax.ahead_of_time import single_device_mesh, tpu_devices
 from kvjax.attention import CrossLayer, PathConcat, PathResidual, SkipV1
+from kvjax.attention.kronecker import kronecker_mean
 from kvjax.attention.partials import MASKED
 from kvjax.benchmarks import decode_memory
-from kvjax.compaction import entries, references
+from kvjax.compaction import entries, matched_factors, references
 from kvjax.compaction.attention_matching import attention_outputs
 from kvjax.compaction.compacting import compact, init_compacted
 from kvjax.compaction.in_order import compact_in_order
@@ -25,6 +26,7 @@ from kvjax.compaction.matched_heads import problem_of
 from kvjax.compaction.slots import slots_by_head
 from kvjax.config import ConfigError, MeshConfig
 from kvjax.model.placement import parameter_shardings
+from kvjax.model.prefix import attend_to_prefix
 from kvjax.sharding import make_mesh
 
 LENGTHS = (13, 9)
@@ -95,6 +97,25 @@ def test_fitting_as_many_tokens_as_there_are_changes_little(name, fold):
     assert ("bias" in compacted.prefix.cache.components) == (not fold)
 
 
+def check_bias_of_factors(config, params, cache, compacted, found):
+    """What is read of a prefix is attention with the biases that give kept tokens the mass of all."""
+    (entry, *_), held = entries.entries_of(config), compacted.prefix.cache
+    full, few = (matched_factors.problem_of(config, params, c, 0, entry, found.read_by(entry.readers))
+                 for c in (cache, compacted))
+    mass = [np.exp(np.asarray(p.scores + p.bias[:, None, None], np.float64)).sum(-1)[:, :, :9] for p in (full, few)]
+    assert np.abs(np.log(mass[1] / mass[0])).mean() < 0.5 < np.log(13 / 6)
+    variant, layer = config.attention, matched_factors.Factors(config, entry.places[0]).layer
+    queries = jax.random.normal(jax.random.key(0), (2, 1, variant.heads, variant.head_dim))
+    seen = attend_to_prefix("xla", variant, layer, ({},), queries, compacted.prefix, 0, jnp.full((2, 1), 20),
+                            jnp.float32)
+    keys, values = (kronecker_mean(*matched_factors._factors(layer, few.rows, *names))
+                    for names in (("k_a", "k_b"), ("v_a", "v_b")))
+    scores = jnp.einsum("bnhd,bshd->bhns", queries, keys) * variant.head_dim**-0.5 + few.bias[:, None, None]
+    expected = jnp.einsum("bhns,bshd->bnhd", jax.nn.softmax(scores), values)
+    np.testing.assert_allclose(seen.out, expected, atol=1e-5)
+    assert np.abs(np.asarray(held.components["bias"])[..., :6]).max() > 0.1
+
+
 @pytest.mark.parametrize("name", ["kpa", *also("kpa_skip_v1")])
 def test_factors_are_fitted_for_all_heads_together(name):
     config = FACTORS[name]
@@ -106,7 +127,11 @@ def test_factors_are_fitted_for_all_heads_together(name):
         logits, _ = following(config, params, tokens, compacted)
         error[method] = np.square(logits - expected).mean()
     assert error["am_highest"] < 0.5 * error["random"]
+    check_bias_of_factors(config, params, cache, compacted, found)
     assert compacted.prefix.cache.components["bias"].shape == (3, 2, 1, 128)
+    broken = cache.replace(components=cache.components | {"k_a": cache.components["k_a"].at[0, 0, 0, 2].set(jnp.nan)})
+    with pytest.raises(ValueError, match="k_a at .* is nan"):
+        compact(model, params, broken, 6, found)
     again = compact(model, params, compacted, 6, found, method="recent")
     np.testing.assert_allclose(following(config, params, tokens, again)[0], logits, atol=1e-4)
     with pytest.raises(ConfigError, match="one more rank"):
@@ -173,6 +198,32 @@ def test_biases_survive_compacting_again():
     expected, _ = following(config, params, tokens, once)
     assert np.abs(np.asarray(once.prefix.cache.components["bias"])).max() > 0.1
     np.testing.assert_allclose(following(config, params, tokens, again)[0], expected, atol=1e-4)
+
+
+def test_the_newest_are_still_known_when_a_cache_is_compacted_again():
+    config = PLAIN["mqa"]
+    model, params, tokens, cache, found = prefilled(config, lengths=(12,))
+    half = compact(model, params, prefilled(config, lengths=(8,))[3], 6, found, method="recent")
+    _, grown = invariants.step_of(config)(params, tokens[:, 8:12], half, np.asarray([4]))
+    again = compact(model, params, grown, 6, found, method="recent")
+    entry = entries.entries_of(config)[0]
+    kept, all_of_them = (problem_of(config, params, c, 0, entry, found.read_by(entry.readers)).tokens.keys
+                         for c in (again, cache))
+    np.testing.assert_allclose(kept[:, :, :6], all_of_them[:, :, 6:12], atol=1e-5)
+
+
+@pytest.mark.parametrize("method, fold", [("am_highest", False), ("am_highest", True), ("recent", False)])
+def test_what_a_type_cannot_hold_is_refused(method, fold):
+    config = PLAIN["mha"]
+    model, params, _, cache, found = prefilled(config)
+    large = cache.replace(components=cache.components | {"v": cache.components["v"] * 1e5})
+    half = large.replace(components={name: x.astype(jnp.float16) for name, x in large.components.items()})
+    with pytest.raises(ValueError, match="overflows a cache of float16|not finite|at .* is (inf|nan|-inf)"):
+        compact(model, params, half, 5, found, method=method, fold=fold)
+    with pytest.raises(ConfigError, match="references are inputs of 1 layers"):
+        compact(model, params, cache, 5, found.read_by((0,)))
+    with pytest.raises(ConfigError, match="more was appended"):
+        compact(model, params, cache.replace(overflowed=jnp.asarray([False, True])), 5, found)
 
 
 @pytest.mark.parametrize("name", ["yoco", *also("mqa", "cla2", "denseformer", "kpa_skip_v1")])
@@ -292,16 +343,17 @@ def test_a_kernel_that_counts_positions_from_the_start_is_refused():
         kvjax.decode(model, params, tokens[:, :1], compacted)
 
 
-def test_rings_go_on_where_they_were():
+@pytest.mark.parametrize("room", [210, *also(20)])
+def test_rings_go_on_where_they_were(room):
     """A window longer than the old cache and the new room: nothing that it sees is lost."""
     config = replace(SHARED["yoco"], sharing=replace(SHARED["yoco"].sharing, window=150), context_length=512)
     model, params = kvjax.build_model(config), invariants.random_params(config)
-    tokens, step = invariants.tokens_of(config, shape=(1, 330)), invariants.step_of(config)
+    tokens, step = invariants.tokens_of(config, shape=(1, 400)), invariants.step_of(config)
     caches = kvjax.init_cache(config, 1, 128), kvjax.init_cache(config, 1, 512)
     small, large = (step(params, tokens[:, :120], cache, np.asarray([120]))[1] for cache in caches)
     found = references.of_context(model, params, tokens[:, :120])
-    small = compact(model, params, small, 120, found, method="recent", room=210)
-    for start in range(120, 330, 70):
+    small = compact(model, params, small, 120, found, method="recent", room=room)
+    for start in range(120, 120 + small.capacity - 70, 70):
         chunk = tokens[:, start:start + 70]
         (logits, small), (expected, large) = (step(params, chunk, c, np.asarray([70])) for c in (small, large))
         np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -349,7 +401,8 @@ def test_compacting_on_a_mesh_gives_the_same():
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(slots=0), "slots are 0"), (dict(slots=14), "slots are 14.*13 tokens"), (dict(slots=np.ones((1, 2))), "shape"),
+    (dict(slots=0), "slots are 0"), (dict(slots=14), "slots are 14.*13 tokens"),
+    (dict(slots=np.ones((1, 2), int)), "shape"), (dict(slots=2.5), "whole numbers"), (dict(keep=-1), "keep is -1"),
     (dict(keep=9), r"\[4, 0\] tokens beside the 9"), (dict(room=2, keep=3), "room is 2"), (dict(method="omp"), "omp"),
 ])
 def test_bad_input_is_refused(changes, message):
