@@ -183,7 +183,7 @@ def _refitted(layer: Layer, variant: Kronecker, problem: Problem, rows: dict[str
         weights = jnp.where(problem.counted[:, None, :, None], weights, 0)
         outputs = jnp.where(problem.counted[..., None, None], outputs, 0)
         (a,) = _factors(layer, rows, "v_a")
-        b = jax.vmap(partial(_fit_b, variant))(weights, a, outputs)
+        b = jax.lax.map(lambda row: _fit_b(variant, *row), (weights, a, outputs))  # not in a batch: see `over_heads`
     parts = layer.state("v_b")
     return dict(zip((c.name for c in parts), separated(b, [c.features[0] for c in parts], 2), strict=True))
 
