@@ -23,7 +23,7 @@ from kvjax.attention.partials import MASKED
 from kvjax.compaction import key_choice
 from kvjax.compaction.batching import over_heads
 from kvjax.compaction.checks import check, check_finite
-from kvjax.compaction.fitting import HIGHEST, attention_outputs, attention_scores, biased, fit_bias, fit_values
+from kvjax.compaction.fitting import attended, attention_outputs, attention_scores, biased, fit_bias, fit_values
 
 __all__ = ["FITTED", "METHODS", "Compacted", "Fit", "Method", "attention_outputs", "choose", "compact", "find_method",
            "fit_bias", "fit_bias_of", "fit_values"]
@@ -146,8 +146,7 @@ def _compact_head(queries, keys, values, scale, bias, counted, counts, key, *, m
     kept = jnp.where(used[:, None], keys[indices], 0)
     if fit is None:
         return Compacted(indices, kept, new, jnp.where(used[:, None], values[indices], 0))
-    weights = jax.nn.softmax(biased(scores, bias), axis=-1)
-    outputs = jnp.matmul(weights, values.astype(jnp.float32), precision=HIGHEST)
+    outputs = attended(biased(scores, bias), values)
     fitted = fit_values(biased(_columns(scores, indices), new), outputs, counted)
     return Compacted(indices, kept, new, jnp.where(used[:, None], fitted, 0))
 

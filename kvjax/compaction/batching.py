@@ -28,9 +28,9 @@ def over_heads(function: Callable, ranks: tuple[int, ...], *arrays: Array | None
         elements: of the largest array that a head makes: bounds how many are done side by side.
         static: hashable settings.
 
-    On CPUs a `lax.map` does one head at a time: what a head makes stays in fast memory, and batched calls of LAPACK,
-    whose threads may wait for one another for ever (seen on two cores: a batched SVD beside a matrix product), stay
-    out of the program. `jax.vmap` is one more leading axis.
+    On CPUs a `lax.map` does one head at a time: what a head makes stays in fast memory, and LAPACK is never called for
+    a batch. Such a call waits, on one of XLA's threads, for work that it gives to all of them: as many calls at once as
+    there are threads wait for ever (jaxlib 0.10.2, two cores). `jax.vmap` is one more leading axis.
     """
     lead = jnp.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in zip(arrays, ranks, strict=True)
                                   if x is not None))

@@ -39,8 +39,14 @@ def biased(scores: Array, bias: Array | None) -> Array:
 def attention_outputs(queries: Array, keys: Array, values: Array, bias: Array | None = None,
                       scale: float | None = None) -> Array:
     """Outputs [..., N, v] of queries [..., N, d] over keys [..., T, d], values [..., T, v] and biases [..., T]."""
-    weights = jax.nn.softmax(biased(attention_scores(queries, keys, scale), bias), axis=-1)
-    return jnp.einsum("...nt,...tv->...nv", weights, jnp.asarray(values, jnp.float32), precision=HIGHEST)
+    return attended(biased(attention_scores(queries, keys, scale), bias), values)
+
+
+def attended(logits: Array, values: Array) -> Array:
+    """Outputs [..., N, v] of logits [..., N, T] over values [..., T, v]."""
+    terms = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    sums = jnp.einsum("...nt,...tv->...nv", terms, jnp.asarray(values, jnp.float32), precision=HIGHEST)
+    return sums / terms.sum(axis=-1, keepdims=True)  # divided last: one pass over N times T less
 
 
 def fit_bias(scores: Array, logits: Array, low: float, high: float, steps: int = 0, counted: Array | None = None,

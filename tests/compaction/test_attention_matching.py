@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 from kvjax.attention.partials import MASKED
+from kvjax.benchmarks import compaction as benchmark
 from kvjax.compaction import batching, key_choice
 from kvjax.compaction.attention_matching import FITTED, METHODS, Compacted, choose, compact, find_method, fit_bias_of
 from kvjax.compaction.budgets import exchange, sensitivity
@@ -129,6 +130,14 @@ def test_padding_changes_nothing(method):
     for padded, expected in zip(made, alone, strict=True):
         np.testing.assert_allclose(padded[i], expected, rtol=1e-3, atol=1e-3)
     np.testing.assert_array_equal(made.indices[i], alone.indices)
+
+
+@pytest.mark.parametrize("method", SCHEDULES)
+def test_loops_of_the_benchmark_choose_the_same(method):
+    shape = benchmark.Shape(heads=2, queries=60, tokens=30, width=8, slots=7, loop_heads=2, rounds=1)
+    runs = benchmark.runs_of(method, shape, benchmark.made_up_heads(shape))
+    found = {name: np.asarray(run()).tolist() for name, (run, _) in runs.items()}
+    assert len(found) == 4 and all(tokens == found["batched"] for tokens in found.values())
 
 
 def test_heads_of_fewer_tokens_than_slots_use_what_they_have():
