@@ -172,11 +172,13 @@ class Past:
     cache: Cache
     ring: bool = struct.field(pytree_node=False)
     size: int = struct.field(pytree_node=False)
+    whole: bool = struct.field(pytree_node=False, default=False)
+    """Everything is one block."""
 
     @property
     def block(self) -> int:
         """Tokens per block: as many whole tiles as divide the size."""
-        return max(n for n in range(LANES, BLOCK + 1, LANES) if self.size % n == 0)
+        return self.size if self.whole else max(n for n in range(LANES, BLOCK + 1, LANES) if self.size % n == 0)
 
     @property
     def blocks(self) -> int:
@@ -213,7 +215,7 @@ class Past:
         read = jax.lax.dynamic_slice(stored, (slot, 0, 0, block * self.block), sizes)
         if component.size > 1:  # a single feature does not fill tiles: row-major order would be a padded copy
             read = pin_layout(read, *stored_axes(component))
-        return from_stored(component, read)[0]
+        return from_stored(component, read[0])
 
     def _positions(self, block: Array | int) -> tuple[Array, Array]:
         slot = block * self.block + jnp.arange(self.block)
@@ -251,12 +253,12 @@ def to_stored(component: Component, rows: Array) -> Array:
 
 
 def from_stored(component: Component, stored: Array) -> Array:
-    """[slots, B, F, T] -> [slots, B, T, *features]."""
-    features = list(component.features)
+    """[..., B, F, T] -> [..., B, T, *features]."""
+    features, at = list(component.features), stored.ndim - 2
     if component.head_axis:
         features.insert(0, features.pop(component.head_axis))
-    rows = jnp.moveaxis(stored.reshape(*stored.shape[:2], *features, stored.shape[3]), -1, 2)
-    return jnp.moveaxis(rows, 3, 3 + component.head_axis) if component.head_axis else rows
+    rows = jnp.moveaxis(stored.reshape(*stored.shape[:-2], *features, stored.shape[-1]), -1, at)
+    return jnp.moveaxis(rows, at + 1, at + 1 + component.head_axis) if component.head_axis else rows
 
 
 def _write_window(stored: Array, rows: Array, row: Array, start: Array, count: Array, ring: bool) -> Array:

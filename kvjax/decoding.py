@@ -8,6 +8,7 @@ from jax import Array
 
 from kvjax.cache import Cache, contents
 from kvjax.model.decoder import Decoder
+from kvjax.sharding import target_platform
 
 
 def decode(
@@ -44,7 +45,20 @@ def decode(
     _check_positions(model, cache.positions + counts)
     last = jnp.maximum(counts - 1, 0) if last_only else None
     logits, rows = model.apply({"params": params}, tokens, cache, last, method="extend")
-    return logits, cache.append(rows, counts)
+    return logits, written_after(logits, cache).append(rows, counts)
+
+
+def written_after(logits: Array, cache: Cache) -> Cache:
+    """The cache, whose lengths depend on the logits though these change nothing.
+
+    Compilers for CPUs copy a cache that is written in place unless all that reads it is known to come before.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = not mesh.empty and mesh.size > 1  # where lengths are would depend on where the logits are
+    if target_platform() != "cpu" or not isinstance(logits, jax.core.Tracer) or spread:
+        return cache
+    none = jnp.ravel(logits)[0] > jnp.inf  # no number is
+    return cache.replace(lengths=cache.lengths + none)
 
 
 def check_cache(model: Decoder, cache: Cache) -> None:

@@ -50,6 +50,13 @@ def default_device() -> jax.Device:
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
+def target_platform() -> str:
+    """What is compiled for: the platform of the mesh in force, whose devices may not be here, or `default_device`'s."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return (default_device() if device is None else device).platform
+
+
 def spec(*axes: str | None) -> PartitionSpec:
     """Partition of an array whose dimensions have these logical axes."""
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))

@@ -130,6 +130,24 @@ def test_decoding_over_several_blocks_equals_the_full_pass():
         np.testing.assert_allclose(logits, full[:, start:stop], atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_cache_in_one_piece_is_read_where_it_lies(window):
+    """Of one layer of whole heads, on a CPU: over several blocks, rows of any length, without a copy of the cache."""
+    config, length = model_config(CASES["gqa"].attention, layers=1, window=window), BLOCK + 20
+    model, params, tokens = kvjax.build_model(config), invariants.random_params(config), invariants.tokens_of(
+        config, shape=(3, length))
+    full = jax.jit(model.apply)({"params": params}, tokens)
+    cache, held = kvjax.init_cache(config, 3, length), np.array([length - 3, 0, 150])
+    step = jax.jit(lambda p, t, c, n: kvjax.decode(model, p, t, c, n), donate_argnums=2)
+    _, cache = step(params, tokens[:, :length - 3], cache, held)
+    compiled = step.lower(params, tokens[:, :2], cache, np.full(3, 2)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.nbytes
+    new = np.stack([tokens[row, n:n + 2] for row, n in enumerate(held)])
+    logits, _ = compiled(params, new, cache, np.full(3, 2))
+    for row, n in enumerate(held):
+        np.testing.assert_allclose(logits[row], full[row, n:n + 2], atol=1e-4)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [((0, 5), "batch=0"), ((1, 0), "max_length=0")])
 def test_bad_sizes_are_refused(arguments, message):
     with pytest.raises(kvjax.ConfigError, match=message):

@@ -109,6 +109,9 @@ class GroupedQuery(Attention):
         return attend(queries, view.parts(keys), view.parts(values), view.mask, self.scale,
                       scores=parts_scores, combine=combine)
 
+    def reads_in_place(self, layer: Layer) -> bool:
+        return len(layer.state("k")) == len(layer.state("v")) == 1
+
     def attending(self, layer: Layer, path: tuple[Weights, ...], queries: tuple[Array, ...],
                   entries: dict[str, int]) -> Attending:
         keys, values = layer.state("k"), layer.state("v")

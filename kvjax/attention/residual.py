@@ -66,6 +66,9 @@ class ResidualHeads(GroupedQuery):
         return attend((queries,), (self._keys(layer, path, view),), values, view.mask, self.scale,
                       scores=parts_scores, combine=feature_parts_values)
 
+    def reads_in_place(self, layer: Layer) -> bool:
+        return False
+
     def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Array,
                   entries: dict[str, int]) -> Attending:
         new, deltas = queries.shape[1], entries.get("k_delta", 0)

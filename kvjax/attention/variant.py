@@ -165,6 +165,10 @@ class Attention(Variant):
         """
         return self.partial(layer, path, queries, view)
 
+    def reads_in_place(self, layer: Layer) -> bool:
+        """Whether `absorbed` multiplies cached heads as they are and makes nothing of the size of the cache."""
+        return False
+
     def attending(self, layer: Layer, path: tuple[Weights, ...], queries: Any,
                   entries: dict[str, int]) -> Attending | None:
         """How a kernel does what `absorbed` does over the whole past; None: by no kernel.

@@ -16,7 +16,10 @@ from kvjax.kernels.decode import api
 from kvjax.kernels.decode import program as kernels
 from kvjax.kernels.decode.program import Entry
 from kvjax.quantisation import is_quantised, scale_component
-from kvjax.sharding import default_device, parts, per_device
+from kvjax.sharding import default_device, parts, per_device, target_platform
+
+AT_ONCE = 4096
+"""Tokens of a cache that are read as one block at most."""
 
 
 def attend_to_past(kernel: str, variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any,
@@ -38,8 +41,20 @@ def attend_to_past(kernel: str, variant: Attention, layer: Layer, path: tuple[We
         attending = variant.attending(layer, path, queries, entries)
         found = _by_kernel(kernel, implementation, attending, past, slots, window)
     if found is None:
+        past = past.replace(whole=_lies_in_one_piece(variant, layer, past, slots, positions.shape[1], dtype))
         found = _block_by_block(variant, layer, path, queries, past, slots, positions, window, dtype)
     return variant.release(layer, path, found)
+
+
+def _lies_in_one_piece(variant: Attention, layer: Layer, past: Past, slots: dict[str, tuple], new: int, dtype) -> bool:
+    """Whether few new tokens attend to all of a past as one block.
+
+    CPUs multiply heads where they lie if these are all that there is of a component, and blocks or slots as copies. Of
+    larger caches the empty part would cost too much.
+    """
+    stored = [past.cache.components[name] for name in slots]
+    return (target_platform() == "cpu" and new <= api.MOST_NEW and past.size <= AT_ONCE
+            and variant.reads_in_place(layer) and all(x.shape[0] == 1 and x.dtype == dtype for x in stored))
 
 
 def _block_by_block(variant: Attention, layer: Layer, path: tuple[Weights, ...], queries: Any, past: Past,
