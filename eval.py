@@ -1,4 +1,5 @@
-"""Evaluates a trained model from its folder alone: validation loss, cache report, and text after given prompts."""
+"""Evaluates a trained model from its folder alone: validation loss, cache report, zero-shot tasks, and text after given
+prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from kvjax.config import ConfigError, DataConfig, require
 from kvjax.config_files import config_names
-from kvjax.evaluation import cache_report, run
+from kvjax.evaluation import cache_report, run, tasks
 from kvjax.evaluation.cache_loss import validation_cache_loss
 from kvjax.evaluation.text import stream_text
 from kvjax.quantisation import storage_type
@@ -48,6 +49,18 @@ class Arguments:
     cache_dtype: str | None = None
     """Element type of the cache that is measured and that text is generated from: float32, bfloat16, float16, int8 or
     float8_e4m3fn. Adds the loss that it costs, on the same batches as running text. None: the compute type."""
+    tasks: str | None = None
+    """Tasks of lm-eval, with commas between them (arc_easy,piqa …): accuracies instead of the validation loss."""
+    task_data: Path | None = None
+    """Folder of local questions, TASK.jsonl for each task; None: lm-eval gets them from the hub."""
+    task_limit: int | None = None
+    """Of each task the first so many questions only."""
+    task_results: Path | None = None
+    """File for the accuracies, JSON. None: in the folder of a run; those of another model are printed only."""
+    fewshot: int = 0
+    """Answered questions shown before each question of a task."""
+    task_batch_size: int = 32
+    """Choices that are scored at once; it changes no result beyond rounding."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to continue; give it several times for a batch."""
     samples: int = 1
@@ -77,6 +90,16 @@ def main(command_line: list[str]) -> None:
     require(arguments.validation_fraction is None or not restored.config.data.source.startswith("tokens:"),
             f"validation_fraction is {arguments.validation_fraction}: {restored.config.data.source} has its own split")
     console.print(f"{arguments.run_dir}, step {restored.step}" if run.is_run(arguments.run_dir) else arguments.run_dir)
+    if arguments.tasks is not None:
+        show_tasks(restored, arguments)
+    else:
+        show_validation(restored, arguments)
+    if arguments.prompt:
+        show_text(restored, arguments)
+
+
+def show_validation(restored: run.Restored, arguments: Arguments) -> None:
+    """Measures the validation loss and the cache, and keeps the results."""
     cache = cache_report.report(restored.config.model, dtype=arguments.cache_dtype)
     if arguments.batches != 0:
         console.print(f"text: {described_text(restored.config.data)}", soft_wrap=True)
@@ -89,8 +112,19 @@ def main(command_line: list[str]) -> None:
     if arguments.batches != 0 and keeps_results(arguments):
         said = run.write(arguments.run_dir, restored.step, arguments.batches, results, cache, arguments.overwrite)
         console.print(said, soft_wrap=True)
-    if arguments.prompt:
-        show_text(restored, arguments)
+
+
+def show_tasks(restored: run.Restored, arguments: Arguments) -> None:
+    """Scores tasks, shows accuracies and their mean, and writes them."""
+    how = asked(arguments)
+    scores = tasks.evaluate(restored, how, arguments.cache_dtype)
+    console.print(tasks.table(scores))
+    console.print(tasks.said_of(scores), soft_wrap=True)
+    path = arguments.task_results
+    if path is None and keeps_results(arguments):
+        path = run.results_path(arguments.run_dir, restored.step, None, arguments.cache_dtype, tasks.file_part(how))
+    if path is not None:
+        console.print(run.keep(path, tasks.content(scores, how), arguments.overwrite), soft_wrap=True)
 
 
 def keeps_results(arguments: Arguments) -> bool:
@@ -126,7 +160,29 @@ def check(arguments: Arguments) -> None:
     require(0 <= arguments.seed < 2**31, f"seed is {arguments.seed}: it must be at least 0 and below 2^31")
     require(arguments.cache_report or not (is_configuration(arguments.run_dir)), f"{arguments.run_dir} is a "
             "configuration: train it first, or add --cache-report to see its cache")
+    check_tasks(arguments)
     require((arguments.batches or 0) >= 0, f"batches is {arguments.batches}: it must be 0 (no validation) or more")
+
+
+def check_tasks(arguments: Arguments) -> None:
+    """Raises ConfigError on settings of tasks that make no sense."""
+    path = arguments.task_results
+    require(path is None or not path.is_dir(), f"{path} is a folder: --task-results names a file, for example "
+                                               f"{path}/tasks.json")
+    if arguments.tasks is not None:
+        require((arguments.data, arguments.validation_fraction, arguments.batches) == (None, None, None),
+                "--tasks takes the place of the validation loss: leave out --data, --validation-fraction and --batches")
+        tasks.check(asked(arguments))
+    else:
+        given = [name for name in ("task_data", "task_limit", "task_results", "fewshot", "task_batch_size")
+                 if getattr(arguments, name) != getattr(Arguments, name)]
+        require(not given, f"{' and '.join(given)}: say which --tasks, for example arc_easy,piqa")
+
+
+def asked(arguments: Arguments) -> tasks.How:
+    """Which tasks, and how."""
+    names = tuple(name.strip() for name in arguments.tasks.split(","))
+    return tasks.How(names, arguments.task_data, arguments.task_limit, arguments.fewshot, arguments.task_batch_size)
 
 
 def is_configuration(name: Path) -> bool:

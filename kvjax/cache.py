@@ -110,6 +110,13 @@ class Cache:
         """Element type that `init_cache` was given; scales have their own."""
         return self.components[self.table[0].name].dtype
 
+    def repeated(self, times: int) -> Cache:
+        """Each sequence so many times in a row, [B * times]: continuations of one beginning, read side by side."""
+        sequences = {name: getattr(self, name).repeat(times) for name in ("lengths", "overflowed", "offsets")}
+        return self.replace(
+            components={name: x.repeat(times, axis=1) for name, x in self.components.items()}, **sequences,
+            prefix=self.prefix and self.prefix.replace(cache=self.prefix.cache.repeated(times)))
+
     def append(self, rows: dict[str, Array], counts: Array | None = None) -> Cache:
         """Writes new rows of every slot.
 

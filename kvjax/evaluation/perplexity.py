@@ -37,13 +37,13 @@ def evaluate(model: nn.Module, params: Any, batches: Iterable[dict[str, np.ndarr
     step = make_eval_step(model, mesh)
     nats, tokens = 0.0, 0
     with jax.set_mesh(mesh):
-        for sums in _one_behind(step(params, place(batch, mesh, len(batch["tokens"]))) for batch in batches):
+        for sums in one_behind(step(params, place(batch, mesh, len(batch["tokens"]))) for batch in batches):
             nats, tokens = nats + float(sums["loss"]), tokens + int(sums["tokens"])
     require(tokens > 0, "there are no tokens to evaluate: the held-out split is empty")
     return _results(nats, tokens, text_bytes)
 
 
-def _one_behind(results: Iterator[T]) -> Iterator[T]:
+def one_behind(results: Iterator[T]) -> Iterator[T]:
     """The same items, each given out only when the next is on its way: reading it leaves no device idle."""
     waiting = []
     for result in results:

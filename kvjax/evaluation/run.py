@@ -117,11 +117,13 @@ def progress(items: Iterable[T], title: str) -> Iterable[T]:
     return track(items, title, console=console, transient=True, disable=not console.is_terminal)
 
 
-def results_path(run_dir: Path | str, step: int, limit: int | None, cache: str | None = None) -> Path:
-    """File of the results of a step, on `limit` batches (None: all), through a cache of some type (None: none)."""
+def results_path(run_dir: Path | str, step: int, limit: int | None, cache: str | None = None, of: str = "") -> Path:
+    """File of the results of a step, on `limit` batches (None: all), through a cache of some type (None: none), `of`
+    something else than the validation loss."""
+    what = f"_{of}" if of else ""
     some = "" if limit is None else f"_of_{limit}_batches"
     through = "" if cache is None else f"_{cache}_cache"
-    return Path(run_dir) / FOLDER / f"{step}{some}{through}.json"
+    return Path(run_dir) / FOLDER / f"{step}{what}{some}{through}.json"
 
 
 def write(run_dir: Path | str, step: int, limit: int | None, results: dict[str, float], cache: CacheReport,
@@ -129,14 +131,20 @@ def write(run_dir: Path | str, step: int, limit: int | None, results: dict[str, 
     """Writes results as eval/STEP.json in the run's folder; says what it did.
 
     The name goes on with _of_N_batches if not all were evaluated, and _TYPE_cache if the loss through one was measured.
-    A file that holds other results (of another machine, say) is left as it is, unless `overwrite`.
     """
     path = results_path(run_dir, step, limit, cache.dtype if "cache_loss" in results else None)
     factors = {"factor": cache.factor, "read_factor": cache.read_factor}
-    content = {"step": step, **results, "cache": dataclasses.asdict(cache) | factors}
+    return keep(path, {"step": step, **results, "cache": dataclasses.asdict(cache) | factors}, overwrite)
+
+
+def keep(path: Path, content: dict[str, Any], overwrite: bool = False) -> str:
+    """Writes results as JSON; says what it did.
+
+    A file that holds other results (of another machine, say) is left as it is, unless `overwrite`.
+    """
     text = json.dumps(content, indent=2) + "\n"
     if path.exists() and path.read_text() != text and not overwrite:
         return f"{path} holds other results and was left as it is: --overwrite replaces it"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return f"written to {path}"

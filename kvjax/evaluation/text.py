@@ -42,7 +42,13 @@ def stream_text(model: nn.Module, params: Any, tokenizer: Tokenizer, prompts: Se
     `settings` are those of `kvjax.generate.generate_stream`. An empty text stands for the start of a document.
     """
     tokens = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    chunks = generate_stream(model, params, tokens, eos_id=tokenizer.eos_id, **settings)
+    return stream_after(model, params, tokenizer, tokens, **settings)
+
+
+def stream_after(model: nn.Module, params: Any, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]],
+                 **settings: Any) -> Iterator[list[str]]:
+    """As `stream_text`, of prompts in token ids."""
+    chunks = generate_stream(model, params, prompts, eos_id=tokenizer.eos_id, **settings)
     return _decoded(chunks, [TextStream(tokenizer) for _ in prompts])
 
 

@@ -181,3 +181,20 @@ def test_a_converted_model_is_evaluated_on_given_text(run_dir, eval_py, tmp_path
     assert f"{expected:.4f}" in out and "\nfox" in out and not (tmp_path / "model" / "eval").exists()
     with pytest.raises(ConfigError, match="step 4: .* is a single model"):
         run.restore(tmp_path / "model", 4)
+
+
+def test_tasks_are_scored_and_kept(run_dir, tmp_path, capsys):
+    folder = shutil.copytree(run_dir, tmp_path / "run")
+    rows = [{"query": "a", "choices": ["b", "c"], "gold": 0}, {"query": "d", "choices": ["e", "f"], "gold": 1}]
+    (tmp_path / "piqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ask = [str(folder), "--tasks", "piqa", "--task-data", str(tmp_path), "--task-limit", "1"]
+    evaluation.main(ask)
+    path = folder / "eval" / "4_piqa_first_1.json"
+    found = json.loads(path.read_text())
+    assert found["settings"]["tasks"] == ["piqa"] and {one["metric"] for one in found["scores"]} == {"acc", "acc_norm"}
+    assert found["mean"] in (0, 1) and f"written to {path}" in " ".join(capsys.readouterr().out.split())
+    path.write_text("{}")
+    evaluation.main(ask)
+    assert path.read_text() == "{}" and "was left as it is" in " ".join(capsys.readouterr().out.split())
+    evaluation.main([*ask, "--task-results", str(tmp_path / "elsewhere.json")])
+    assert json.loads((tmp_path / "elsewhere.json").read_text()) == found
