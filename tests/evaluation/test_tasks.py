@@ -258,7 +258,8 @@ def test_missing_folders_and_packages_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--task-limit", "3"], "task_limit: say which --tasks"), (["--tasks", "piqa", "--batches", "1"], "leave out --data"),
+    (["--task-limit", "3"], "task_limit: say which --tasks"),
+    (["--tasks", "piqa", "--batches", "1"], "leave out --data"),
     (["--tasks", "piqa", "--task-results", "."], "is a folder: --task-results names a file")])
 def test_the_command_refuses_options_that_change_nothing(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
