@@ -91,7 +91,7 @@ def find_method(name: str) -> Method:
 
 def compact(method: str, queries: Array, keys: Array, values: Array, budget: int, *, scale: float | None = None,
             bias: Array | None = None, counted: Array | None = None, counts: Array | None = None,
-            key: Array | None = None, round_bias_to=None) -> Compacted:
+            key: Array | None = None) -> Compacted:
     """Chooses `budget` tokens of every head, and fits biases and values if the method does.
 
     Args:
@@ -107,7 +107,6 @@ def compact(method: str, queries: Array, keys: Array, values: Array, budget: int
         counts: int [...], slots that each head uses, at most `budget`; by default all. Heads with fewer tokens than
             slots use as many as they have tokens.
         key: random key of method "random".
-        round_bias_to: type that biases are rounded to before values are fitted, so that these make up for it.
 
     Raises ValueError if the method is unknown, an array is not finite, the budget is not between 1 and T, counts are
     not between 1 and the budget, or no query of a head counts. Under `jax.jit`, values are not looked at.
@@ -122,16 +121,14 @@ def compact(method: str, queries: Array, keys: Array, values: Array, budget: int
     _check_arrays(queries, keys, values, bias, counted)
     _check_range(queries, keys, scale, bias, counted)
     lead = jnp.broadcast_shapes(queries.shape[:-2], keys.shape[:-2], bias.shape[:-1], counts.shape)
-    keys_of_heads = _random_keys(key, lead, method) if found.random else None
+    keys_of_heads = _random_keys(key, lead) if found.random else None
     made = over_heads(_compact_head, (2, 2, 2, 0, 1, 1, 0, 0), queries, keys, values, scale, bias, counted, counts,
-                      keys_of_heads, elements=queries.shape[-2] * keys.shape[-2], method=method, budget=budget,
-                      round_bias_to=None if round_bias_to is None else jnp.dtype(round_bias_to))
+                      keys_of_heads, elements=queries.shape[-2] * keys.shape[-2], method=method, budget=budget)
     check_finite("a value", made.values, "values leave the range of float32; scale them")
     return made
 
 
-def _compact_head(queries, keys, values, scale, bias, counted, counts, key, *, method, budget,
-                  round_bias_to) -> Compacted:
+def _compact_head(queries, keys, values, scale, bias, counted, counts, key, *, method, budget) -> Compacted:
     """`compact` of one head: queries [N, d], keys [T, d], values [T, v], bias [T], counted [N]."""
     valid = (bias > MASKED / 2)[:, None]  # what padding holds may be anything
     queries, keys = jnp.where(counted[:, None], queries, 0), jnp.where(valid, keys, 0)
@@ -140,9 +137,6 @@ def _compact_head(queries, keys, values, scale, bias, counted, counts, key, *, m
     indices = _choose(method, scores, budget, bias, counted, counts, key)
     used = indices >= 0
     new = fit_bias_of(method, scores, indices, bias, counted) if fit else jnp.where(used, bias[indices], MASKED)
-    if round_bias_to is not None:  # what marks a slot is never rounded
-        rounded = jax.lax.optimization_barrier(new.astype(round_bias_to)).astype(jnp.float32)
-        new = jnp.where(used, rounded, MASKED)
     kept = jnp.where(used[:, None], keys[indices], 0)
     if fit is None:
         return Compacted(indices, kept, new, jnp.where(used[:, None], values[indices], 0))
@@ -159,7 +153,8 @@ def choose(method: str, scores: Array, budget: int, *, bias: Array | None = None
         scores: [..., N, T] scaled scores, without biases.
         others: as in `compact`.
     """
-    find_method(method)
+    if find_method(method).random:
+        _check_random(key)
     _check_slots(budget, scores.shape[-1], jnp.asarray(budget if counts is None else counts))
     return _choose(method, scores, budget, bias, counted, counts, key)
 
@@ -188,12 +183,16 @@ def _columns(scores: Array, indices: Array) -> Array:
     return jnp.take_along_axis(scores, jnp.maximum(indices, 0)[..., None, :], axis=-1)
 
 
-def _random_keys(key: Array | None, lead: tuple[int, ...], method: str) -> Array:
+def _random_keys(key: Array | None, lead: tuple[int, ...]) -> Array:
     """A random key of its own for each head."""
-    if key is None:
-        raise ValueError(f"method {method!r} draws tokens: give it a random key")
+    _check_random(key)
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     return jax.random.split(key, lead)
+
+
+def _check_random(key: Array | None) -> None:
+    if key is None:
+        raise ValueError("method 'random' draws tokens: give it a random key")
 
 
 def _check_slots(budget: int, tokens: int, counts: Array) -> None:

@@ -9,7 +9,7 @@ their positions. It can be compacted again, its prefix with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ class Fitting:
     def assembled(self, fitted: list[Fitted]) -> Cache:
         """The compacted cache, of what is left of each entry."""
         prefix = Prefix(self._prefix(fitted, self.counts), entry_of_layers(self.config, self.entries))
-        return self._rest().replace(prefix=prefix)
+        return self._rest.replace(prefix=prefix)
 
     def cache_of_group(self, segment: int, numbers: list[int], fitted: list[Fitted]) -> Cache:
         """A cache for the layers of one group alone, whose entries have these numbers."""
@@ -121,9 +121,11 @@ class Fitting:
         prefix = self._prefix([fitted[numbers.index(number)] for number in held], self.counts[held])
         entries = tuple(held.index(numbers[index]) if number == segment else None
                         for number, _, index in make_plan(self.config).places)
-        return self._rest().replace(prefix=Prefix(prefix, entries))
+        return self._rest.replace(prefix=Prefix(prefix, entries))
 
+    @cached_property
     def _rest(self) -> Cache:
+        """What is not compacted, with room for more."""
         keep, room = self.options.keep, self.options.room
         reach = _reach(self.cache, int(self.cache.positions.max()) + room)
         return _shortened(self.config, self.cache, keep, room, reach)

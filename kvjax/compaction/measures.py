@@ -151,9 +151,7 @@ def _references(kind: str, how: How, context: np.ndarray, cache: Cache, last: Ar
     """Reference queries of one kind; `last` [1, V] are the logits after the context, `follow` tokens are drawn."""
     model, params = how.model, how.params
     if kind == "window":
-        found = references.of_context(model, params, context)
-        newest = slice(-SNAPKV_WINDOW, None)
-        return References(found.inputs[:, :, newest], found.positions[:, newest], found.counted[:, newest])
+        return references.of_context(model, params, context).newest(SNAPKV_WINDOW)
     if kind == "context":
         found = references.of_context(model, params, context)
     elif kind == "repeated":

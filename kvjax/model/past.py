@@ -72,7 +72,7 @@ def _by_kernel(kernel: str, implementation: str, attending: api.Attending | None
                slots: dict[str, tuple], window: int | None) -> Partial | None:
     """A kernel on each device's own sequences and heads. None: auto declined. Raises ValueError: a named one cannot."""
     if attending is None:
-        return api.decline(kernel, "this attention has no decode program")
+        return api.decline(kernel, f"no decode program reads {', '.join(slots)} of this attention")
     if past.cache.prefix is not None and attending.by_slot:
         return api.decline(kernel, "it rotates keys by their place in the cache, and a compacted cache starts at "
                                    "another position")

@@ -186,18 +186,6 @@ def test_mass_is_matched_and_common_biases_carry_over():
     np.testing.assert_allclose(again.values, made.values, atol=2e-3)
 
 
-def test_values_make_up_for_rounded_biases():
-    queries, keys, values = heads(7)
-    exact = attention_outputs(queries, keys, values)
-    made, free = (compact("am_omp", queries, keys, values, SLOTS, round_bias_to=to) for to in ("float8_e4m3fn", None))
-    coarse = free.bias.astype("float8_e4m3fn").astype(jnp.float32)
-    np.testing.assert_array_equal(made.bias, coarse)
-    error = lambda bias, v: jnp.linalg.norm(attention_outputs(queries, made.keys, v, bias) - exact)
-    assert error(made.bias, made.values) < error(coarse, free.values)
-    few = compact("am_omp", queries, keys, values, SLOTS, counts=np.full(LEAD, 4), round_bias_to="float8_e4m3fn")
-    assert (few.bias[..., 4:] == np.float32(MASKED)).all(), "what marks a slot is not rounded"
-
-
 def test_baselines_choose_as_they_say():
     rng = np.random.default_rng(8)
     logits = rng.standard_normal((2, 40, 60)).astype(np.float32)
@@ -399,3 +387,8 @@ def test_exchange_leaves_equal_heads_uniform_and_spends_what_is_left():
 def test_exchange_refuses(losses, sizes, total, message):
     with pytest.raises(ValueError, match=message):
         exchange(losses, sizes, total)
+
+
+def test_random_choice_asks_for_a_key():
+    with pytest.raises(ValueError, match="method 'random' draws tokens: give it a random key"):
+        choose("random", jnp.zeros((1, 4, 6)), 2)

@@ -312,16 +312,21 @@ def test_slots_go_to_heads_that_lose_most_without_them():
         slots_by_head(*(prefilled(FACTORS["kpa"])[i] for i in (0, 1, 3)), 4, prefilled(FACTORS["kpa"])[4])
 
 
+ROUNDING = {"float16": 5e-4, "bfloat16": 5e-3, "int8": 3e-2, "float8_e4m3fn": 8e-2}
+"""What a cache's type may change of logits: about twice what it does."""
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", *also("float16", "float8_e4m3fn")])
 def test_compacted_caches_of_other_types(dtype):
     config = PLAIN["gqa_norm_and_biases"]
     model, params, tokens, cache, found = prefilled(config, dtype)
-    expected, _ = following(config, params, tokens, prefilled(config)[3])
+    exact = prefilled(config)[3]
     for fold in (False, True):
+        expected, _ = following(config, params, tokens, compact(model, params, exact, 8, found, fold=fold))
         compacted = compact(model, params, cache, 8, found, fold=fold)
         assert compacted.prefix.cache.components["k"].dtype == cache.dtype
         logits, longer = following(config, params, tokens, compacted)
-        assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.9
+        assert np.linalg.norm(logits - expected) < ROUNDING[dtype] * np.linalg.norm(expected)
         assert longer.components["k"].dtype == cache.dtype
 
 
