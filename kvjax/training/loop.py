@@ -27,7 +27,7 @@ from kvjax.sharding import make_mesh
 from kvjax.training import report, run_folder, start
 from kvjax.training.checkpoint import Checkpoints
 from kvjax.training.hooks import Every, Hook, Profiler, StopSignal
-from kvjax.training.metrics import Display, Meter, MetricsFiles, is_reported
+from kvjax.training.metrics import Display, Meter, MetricsFiles, check_wandb, is_reported
 from kvjax.training.optimizer import make_optimizer
 from kvjax.training.state import TrainState, abstract_state, init_state
 from kvjax.training.step import Metrics, make_train_step, place, process_part
@@ -75,6 +75,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     """
     require((source is None) == (config.train.init_from is None), f"train.init_from is {config.train.init_from!r}: it "
             "goes with the trained model itself, train.py --init-from MODEL or train(..., source=Source(MODEL))")
+    check_wandb(config.train)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         run = open_run(config, Path(run_dir), overwrite, devices, source)
@@ -92,7 +93,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
         if first == config.train.steps and is_reported(run.folder, first):
             display.say(f"{run.folder} is complete, all {first} steps are done; --overwrite starts it afresh")
             return state
-        files = stack.enter_context(MetricsFiles(run.folder, first))
+        files = stack.enter_context(MetricsFiles(run.folder, first, config))
 
         hooks = periodic(run, checkpoints, display, files, first)
         last = config.train.steps if stop_after is None else min(stop_after, config.train.steps)
