@@ -21,11 +21,14 @@ from kvjax.data.tokenizers import ByteTokenizer
 from kvjax.evaluation import compare as command
 from kvjax.evaluation import run
 from kvjax.evaluation.compare import Stopped, compare, load_configs, main
-from kvjax.evaluation.compare_table import ConfigResult, RunResult, markdown, write
+from kvjax.evaluation.compare_report import markdown, write
+from kvjax.evaluation.compare_speed import Decoding
+from kvjax.evaluation.compare_table import ConfigResult, RunResult
 from kvjax.training import loop
 from kvjax.training.loop import Diverged, train
 
 STEPS, SEEDS = 6, (3, 5)
+DECODING = Decoding(batch=2, contexts=(32, 128), rounds=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +63,7 @@ def configs(tmp_path_factory):
 def compared(configs, tmp_path_factory):
     """(folder, results) of a whole comparison."""
     out = tmp_path_factory.mktemp("compared")
-    return out, compare(configs, out, SEEDS)
+    return out, compare(configs, out, SEEDS, DECODING)
 
 
 @pytest.fixture
@@ -83,14 +86,15 @@ def changed():
 
 
 def cells(text):
-    """The rows of a Markdown table, by the first cell."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    """The rows of the first Markdown table, by the first cell."""
+    lines = text.partition("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].strip("`"): row[1:] for row in rows[2:]}
 
 
 def test_the_table_holds_what_evaluating_the_runs_gives(compared, configs):
     out, results = compared
-    rows, saved = cells((out / "table.md").read_text(encoding="utf-8")), json.loads((out / "table.json").read_text())
+    rows, saved = cells((out / "report.md").read_text(encoding="utf-8")), json.loads((out / "report.json").read_text())
     assert list(rows) == list(configs) == [entry["name"] for entry in saved["configs"]]
     for name, result, entry in zip(configs, results, saved["configs"], strict=True):
         restored = [run.restore(out / f"{name}_seed{seed}") for seed in SEEDS]
@@ -103,12 +107,12 @@ def test_the_table_holds_what_evaluating_the_runs_gives(compared, configs):
         assert {one.tokens for one in result.runs} == {evaluated[0]["tokens"]}
         assert entry["cache"]["measured"] == cache_bytes_per_token(configs[name].model, "float32")
 
-        parameters, start, loss, per_byte, kept, factor = rows[name]
+        parameters, start, loss, per_byte, held, factor, read, _ = rows[name]
         assert loss == f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
         assert per_byte.startswith(f"{entry['nats_per_byte']['mean']:.4f} ± ")
         assert int(parameters.replace(",", "")) == sum(x.size for x in jax.tree.leaves(restored[0].params))
         assert float(start.split(" ± ")[0]) > float(loss.split(" ± ")[0]) + 0.1
-        assert (kept, factor) == {"mha": ("128", "1.00"), "kpa": ("192", "0.67")}[name]
+        assert (held, factor) == {"mha": ("128", "1.00"), "kpa": ("192", "0.67")}[name] and read == held
 
 
 def test_the_start_is_the_untrained_model_on_the_same_text(compared, configs, changed, tmp_path):
@@ -123,11 +127,11 @@ def test_the_start_is_the_untrained_model_on_the_same_text(compared, configs, ch
 
 def test_the_table_says_under_which_conditions(compared):
     out, results = compared
-    saved = json.loads((out / "table.json").read_text())
+    saved = json.loads((out / "report.json").read_text())
     assert saved["tokens_per_run"] == STEPS * 8 * 32 and saved["seeds"] == list(SEEDS)
     assert saved["shared"]["train"]["steps"] == STEPS and "seed" not in saved["shared"]["train"]
     assert saved["configs"][1]["runs"][0] == dataclasses.asdict(results[1].runs[0])
-    text = (out / "table.md").read_text(encoding="utf-8")
+    text = (out / "report.md").read_text(encoding="utf-8")
     for told in ("6 steps of 8 x 32 tokens", "1,536 in all", "Seeds: 3, 5; ±", "deviation over n = 2 seeds",
                  f"same {results[0].runs[0].tokens:,} held-out tokens", "(float32)"):
         assert told in text, told
@@ -148,16 +152,16 @@ def test_all_runs_of_a_seed_read_the_same_batches_and_draw_no_sample(compared, c
 
 def test_finished_runs_are_not_repeated_and_others_are_added(compared, configs, calls, capsys):
     out, results = compared
-    before = (out / "table.json").read_text()
-    assert compare(configs, out, SEEDS) == results and calls == []
+    before = (out / "report.json").read_text()
+    assert compare(configs, out, SEEDS, DECODING) == results and calls == []
     assert capsys.readouterr().out.count("(finished before)") == 4
-    assert (out / "table.json").read_text() == before
-    wider = compare(configs | {"gqa": configs["mha"]}, out, SEEDS[:1])
+    assert (out / "report.json").read_text() == before
+    wider = compare(configs | {"gqa": configs["mha"]}, out, SEEDS[:1], DECODING)
     assert calls == ["gqa_seed3"] and [result.name for result in wider] == ["mha", "kpa", "gqa"]
     assert wider[2].runs[0].loss == pytest.approx(results[0].runs[0].loss, abs=1e-6)
-    text = (out / "table.md").read_text(encoding="utf-8")
+    text = (out / "report.md").read_text(encoding="utf-8")
     assert "±" not in text and "n = 1 seed, which shows no spread" in text
-    assert json.loads((out / "table.json").read_text())["configs"][0]["loss"]["sd"] is None
+    assert json.loads((out / "report.json").read_text())["configs"][0]["loss"]["sd"] is None
 
 
 @pytest.fixture
@@ -165,7 +169,7 @@ def unfinished(compared, tmp_path):
     """unfinished(path) -> a copy of the comparison's folder without this path in it, and without tables."""
     def copy(path):
         out = shutil.copytree(compared[0], tmp_path / "copy")
-        for table in out.glob("table.*"):
+        for table in out.glob("report.*"):
             table.unlink()
         shutil.rmtree(out / path) if (out / path).is_dir() else (out / path).unlink()
         return out
@@ -176,9 +180,9 @@ def test_an_interrupted_comparison_goes_on(compared, configs, calls, monkeypatch
     out = unfinished("kpa_seed3")
     with monkeypatch.context() as signal, pytest.raises(Stopped):
         signal.setattr(command, "train", lambda config, folder: train(config, folder, stop_after=4))
-        compare(configs, out, SEEDS)
-    assert (out / "kpa_seed3" / "checkpoints" / "4").exists() and not (out / "table.md").exists()
-    assert compare(configs, out, SEEDS) == compared[1] and calls == ["kpa_seed3"]
+        compare(configs, out, SEEDS, DECODING)
+    assert (out / "kpa_seed3" / "checkpoints" / "4").exists() and not (out / "report.md").exists()
+    assert compare(configs, out, SEEDS, DECODING) == compared[1] and calls == ["kpa_seed3"]
 
 
 def test_a_run_that_diverges_gets_no_mean_and_the_others_count(compared, configs, monkeypatch, unfinished):
@@ -186,8 +190,8 @@ def test_a_run_that_diverges_gets_no_mean_and_the_others_count(compared, configs
         raise Diverged(f"step 2 of {folder.name}: the loss is nan")
     out = unfinished("mha_seed5/metrics.jsonl")
     monkeypatch.setattr(command, "train", diverging)
-    mha, kpa = compare(configs, out, SEEDS)
-    row = cells((out / "table.md").read_text(encoding="utf-8"))["mha"]
+    mha, kpa = compare(configs, out, SEEDS, DECODING)
+    row = cells((out / "report.md").read_text(encoding="utf-8"))["mha"]
     assert row[2] == row[3] == "diverged: seed 5" and " ± " in row[1]
     assert mha.runs[1].loss is None and mha.runs[1].diverged == "step 2 of mha_seed5: the loss is nan"
     assert mha.runs[0] == compared[1][0].runs[0] and mha.spread("loss") is None
@@ -264,9 +268,11 @@ def test_the_command_line(files, configs, tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(command, "compare", lambda *arguments: given.append(arguments) or [])
     main([*files, "--out", str(tmp_path), "--seeds", "0", "1", "2", "--steps", "9", "--batch-size", "16",
-          "--context-length", "64", "--warmup-steps", "2"])
-    (configs_given, out, seeds), = given
-    assert list(configs_given) == list(configs) and (out, seeds) == (tmp_path, (0, 1, 2))
+          "--context-length", "64", "--warmup-steps", "2", "--decode-batch", "4", "--contexts", "64", "128",
+          "--no-plots"])
+    (configs_given, out, seeds, decoding, plots), = given
+    assert list(configs_given) == list(configs) and (out, seeds, decoding, plots) == (
+        tmp_path, (0, 1, 2), Decoding(4, (64, 128)), False)
     for name, config in configs_given.items():
         assert (config.train.steps, config.train.batch_size, config.optimizer.warmup_steps) == (9, 16, 2)
         assert config.model == dataclasses.replace(configs[name].model, context_length=64)
@@ -291,7 +297,7 @@ def test_the_command_line_refuses(files, configs, changed, tmp_path, capsys):
 
 def test_divergence_is_an_error_of_the_command(files, monkeypatch, tmp_path):
     diverged = RunResult(0, "mha_seed0", 5.5, 9, diverged="step 2: the loss is nan")
-    monkeypatch.setattr(command, "compare", lambda *_: [ConfigResult("mha", 1, None, (diverged,))])
+    monkeypatch.setattr(command, "compare", lambda *_: [ConfigResult("mha", None, None, (diverged,))])
     with pytest.raises(Diverged, match="mha_seed0: step 2"):
         main([*files, "--out", str(tmp_path)])
 
