@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from kvjax.config import Config
+from kvjax.evaluation.compare_speed import Speed
 from kvjax.evaluation.compare_table import ConfigResult, tokens_per_run
 
 MATCHED = 0.02
@@ -13,9 +14,8 @@ MATCHED = 0.02
 
 
 def caption(config: Config, results: Sequence[ConfigResult]) -> list[str]:
-    """Paragraphs for any reader. `config`: any of those compared."""
-    return [conditions(config, results), matching(results), distinguishable(results), limits(config, results),
-            *speeds(results)]
+    """Paragraphs about losses and bytes, for any reader. `config`: any of those compared."""
+    return [conditions(config, results), matching(results), distinguishable(results), limits(config, results)]
 
 
 def conditions(config: Config, results: Sequence[ConfigResult]) -> str:
@@ -84,17 +84,14 @@ def limits(config: Config, results: Sequence[ConfigResult]) -> str:
             "whether the same order holds for larger models, longer training, other text or settings tuned for each.")
 
 
-def speeds(results: Sequence[ConfigResult]) -> list[str]:
-    """How speed and memory were measured; nothing if they were not."""
-    taken = results[0].speed
-    if taken is None:
-        return []
-    return [f"Speed, on {taken.device}: training is the median of what the runs reported, the first report of each "
+def speeds(taken: Speed) -> str:
+    """How speed and memory were measured."""
+    return (f"Speed, on {taken.device}: training is the median of what the runs reported, the first report of each "
             "left out; runs came one after another, so that whatever else the machine did met them unequally. Decoding "
             f"is of {taken.batch} sequences at once, each token the most likely one, on one device; a step gives every "
             "sequence a token. All configurations took turns in one process; medians. The weights were random, on "
             "which speed does not depend. Memory: arguments (state, batch) and temporaries of the compiled training "
-            "step, per device."]
+            "step, per device.")
 
 
 def front(results: Sequence[ConfigResult]) -> list[str]:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from kvjax.config import Config, require
-from kvjax.evaluation.compare_caption import caption
+from kvjax.evaluation.compare_caption import caption, speeds
 from kvjax.evaluation.compare_plots import TITLES, draw
 from kvjax.evaluation.compare_table import ConfigResult, Table, content, quality, speed
 
@@ -52,17 +52,18 @@ def write(folder: Path, config: Config, results: Sequence[ConfigResult], plots: 
 
 def markdown(config: Config, results: Sequence[ConfigResult], plots: Sequence[str] = ()) -> str:
     """Tables, what their figures mean, and links to plots."""
-    tables = [table.markdown() for table in (quality(results), speed(results)) if table]
-    links = [f"![{TITLES[name]}]({name})" for name in plots]
-    return "\n\n".join([*tables, *caption(config, results), *links]) + "\n"
+    parts = [quality(results).markdown(), *caption(config, results)]
+    if results[0].speed:
+        parts += [speed(results).markdown(), speeds(results[0].speed)]
+    return "\n\n".join([*parts, *(f"![{TITLES[name]}]({name})" for name in plots)]) + "\n"
 
 
 def page(config: Config, results: Sequence[ConfigResult], folder: Path, plots: Sequence[str] = ()) -> str:
     """One HTML page that needs nothing else: plots are part of it. It follows the reader's choice of light or dark."""
-    title = f"{len(results)} configurations, {config.train.steps:,} steps, {len(results[0].runs)} seeds"
+    title = f"{len(results)} configurations compared"
     parts = [f"<h1>{escape(title)}</h1>", _table(quality(results)), *map(_paragraph, caption(config, results))]
-    if taken := speed(results):
-        parts += ["<h2>Speed and memory</h2>", _table(taken)]
+    if results[0].speed:
+        parts += ["<h2>Speed and memory</h2>", _table(speed(results)), _paragraph(speeds(results[0].speed))]
     for name in plots:
         image = base64.b64encode((folder / name).read_bytes()).decode()
         parts += [f'<h2>{escape(TITLES[name])}</h2>',

@@ -102,10 +102,8 @@ def quality(results: Sequence[ConfigResult]) -> Table:
                                 f"{r.cache.read:,.0f}", f"{r.cache.read_factor:.2f}") for r in results))
 
 
-def speed(results: Sequence[ConfigResult]) -> Table | None:
-    """Speed and memory; None if they were not measured."""
-    if results[0].speed is None:
-        return None
+def speed(results: Sequence[ConfigResult]) -> Table:
+    """Speed and memory, where they were measured."""
     contexts = list(results[0].speed.decode_seconds)
     header = ("config", "training tokens / s", "training step MiB",
               *(f"decode tokens / s (ms a step) at {n:,}" for n in contexts))

@@ -33,8 +33,9 @@ class Arguments:
 
 def table(runs: Sequence[Curves]) -> Table:
     """How the runs ended, for the terminal."""
-    out = Table("run", "steps", "tokens", "final training loss", "best validation loss", "tokens/s",
+    out = Table("run", "steps", "tokens", "final loss", "best validation", "tokens/s",
                 caption="losses in nats per token; tokens/s: the median of all reports but the first")
+    out.columns[0].overflow = "fold"
     for column in out.columns[1:]:
         column.justify = "right"
     for run in runs:
@@ -93,12 +94,12 @@ def main(command_line: Sequence[str]) -> None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; with the paths before them if two are the same."""
+    """The folders' names; with those of the folders that they are in if two are the same."""
     resolved = [folder.resolve() for folder in folders]
     twice = [str(folder) for folder, count in Counter(resolved).items() if count > 1]
     require(not twice, f"{', '.join(twice)} is given more than once: name each run once")
     names = [folder.name for folder in resolved]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    return names if len(set(names)) == len(names) else [f"{folder.parent.name}/{folder.name}" for folder in resolved]
 
 
 if __name__ == "__main__":

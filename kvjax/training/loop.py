@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -97,11 +98,14 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
 
         hooks = periodic(run, checkpoints, display, files, first)
         last = config.train.steps if stop_after is None else min(stop_after, config.train.steps)
+        started = time.perf_counter()
         with display:
             state = run_steps(run, state, hooks, Monitor(run, display, files), stop, range(first + 1, last + 1))
         checkpoints.wait()
         if int(state.step) == config.train.steps:
             finish(run, state, display, files)
+            if jax.process_index() == 0:
+                display.say(report.ending(run.folder, last - first, time.perf_counter() - started, run.mesh))
         else:
             display.say(f"stopped and saved after step {int(state.step)}: the same command resumes {run.folder}")
     return state
@@ -236,4 +240,3 @@ def finish(run: Run, state: TrainState, display: Display, files: MetricsFiles) -
     files.write(config.train.steps, numbers)
     if config.train.sample_tokens and jax.process_count() == 1:
         display.say("sample:\n" + report.text_sample(run.model, config, state.params, run.tokenizer))
-    display.say(f"done; evaluate it with: python eval.py {run.folder}")

@@ -169,20 +169,22 @@ class Display:
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Shows loss, speed and time left after `step`."""
         text, speed = f"loss {metrics['loss']:.4f}", metrics.get("tokens_per_second")
-        text += f"  {_short(speed)} tokens/s" if speed else ""
+        text += f"  {short(speed)} tokens/s" if speed else ""
         text += f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
         self._bar.update(self._task, description=text)
         if not self._console.is_terminal:
-            left = f"  ETA {_clock((self._steps - step) * self._tokens_per_step / speed)}" if speed else ""
+            left = f"  ETA {clock((self._steps - step) * self._tokens_per_step / speed)}" if speed else ""
             self.say(f"step {step}/{self._steps}  {text}{left}")
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
+    """A number in thousands or millions, as 9.5k."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return f"{number:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))
