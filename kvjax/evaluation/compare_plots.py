@@ -33,8 +33,10 @@ def draw(results: Sequence[ConfigResult], config: Config, out: Path) -> list[str
     looks = styles(result.name for result in results)
     if complete:
         plot_by_cache(complete, looks, out / BY_CACHE)
-        plot_curves(complete, config, looks, out)
-        drawn += [BY_CACHE, CURVES]
+        drawn += [BY_CACHE]
+    if found := reported(complete, out):
+        plot_curves(found, config, looks, out / CURVES)
+        drawn += [CURVES]
     if results[0].speed is not None:
         plot_decoding(results, looks, out / DECODING)
         drawn += [DECODING]
@@ -64,12 +66,17 @@ def plot_by_cache(results: Sequence[ConfigResult], looks: dict[str, dict[str, An
     save(figure, path)
 
 
-def plot_curves(results: Sequence[ConfigResult], config: Config, looks: dict[str, dict[str, Any]], out: Path) -> None:
-    """Training and held-out loss against tokens, and training loss less that of the first configuration."""
+def reported(results: Sequence[ConfigResult], out: Path) -> dict[str, list[Curves]]:
+    """The curves of all runs by configuration; one whose runs have lost their reports is left out."""
     found = {r.name: [curves.read(out / run.folder) for run in r.runs] for r in results}
-    figure = new_figure(9, 9.5)
+    return {name: runs for name, runs in found.items() if curves.mean([run.losses for run in runs])}
+
+
+def plot_curves(found: dict[str, list[Curves]], config: Config, looks: dict[str, dict[str, Any]], path: Path) -> None:
+    """Training and held-out loss against tokens, and training loss less that of the first configuration."""
+    first, figure = next(iter(found)), new_figure(9, 9.5)
     above, below = figure.subplots(2, 1, sharex=True)
-    base = curves.mean([run.losses for run in found[results[0].name]])
+    base = curves.mean([run.losses for run in found[first]])
     above_ends, below_ends = {}, {}
     for name, runs in found.items():
         losses = curves.mean([run.losses for run in runs])
@@ -78,16 +85,16 @@ def plot_curves(results: Sequence[ConfigResult], config: Config, looks: dict[str
         below_ends[name] = _line(below, less, runs[0], looks[name])
         held_out = curves.mean([run.validation for run in runs])
         above.plot(_tokens(held_out, runs[0]), list(held_out.values()), **looks[name] | {"linestyle": "none"})
-    means = f"means over {len(results[0].runs)} seeds, " if len(results[0].runs) > 1 else ""
+    means = f"means over {len(found[first])} seeds, " if len(found[first]) > 1 else ""
     plain(above, f"Lines: training loss ({means}smoothed over {curves.SMOOTHED} reports of {config.train.log_every} "
           "steps); markers: held-out", "", "nats per token")
-    plain(below, f"Training loss less that of {results[0].name} on the same batches (smoothed alike)",
+    plain(below, f"Training loss less that of {first} on the same batches (smoothed alike)",
           "tokens trained on", "nats per token")
     _zoom(above, found)
     thousands(below.xaxis)
     label_ends(above, above_ends, looks)
     label_ends(below, below_ends, looks)
-    save(figure, out / CURVES)
+    save(figure, path)
 
 
 def _line(axes: Any, losses: dict[int, float], run: Curves, look: dict[str, Any]) -> tuple[float, float]:

@@ -41,16 +41,14 @@ class Curves:
 def read(folder: Path, name: str | None = None) -> Curves:
     """Reads a run's curves, under its folder's name unless another is given.
 
-    Raises ConfigError if the folder is not a run's, or there is no report in it yet.
+    Raises ConfigError if the folder is not a run's, or holds no metrics.
     """
     require(folder.is_dir(), f"{folder} is no folder: name the folder of a run, such as runs/quickstart")
     config, path = load(Config, folder / run_folder.CONFIG), folder / run_folder.METRICS
     require(path.exists(), f"{folder} has no {run_folder.METRICS}: its training has not begun, or the file was removed")
     lines = metrics(folder)
-    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    require(bool(losses), f"{path} tells no loss yet: wait for the first report (train.log_every is "
-            f"{config.train.log_every})")
-    return Curves(name or folder.name, config.train.batch_size * config.model.context_length, losses,
+    return Curves(name or folder.name, config.train.batch_size * config.model.context_length,
+                  {line["step"]: line["loss"] for line in lines if "loss" in line},
                   {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line},
                   tuple(line["tokens_per_second"] for line in lines if "tokens_per_second" in line))
 
@@ -69,7 +67,7 @@ def _line(text: str) -> dict[str, Any]:
 
 
 def mean(curves: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The mean over runs at the steps that all of them reported."""
+    """The mean over runs at the steps that all of them reported, in order."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     return {step: statistics.mean(curve[step] for curve in curves) for step in steps}
 

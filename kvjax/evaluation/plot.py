@@ -34,7 +34,8 @@ class Arguments:
 def table(runs: Sequence[Curves]) -> Table:
     """How the runs ended, for the terminal."""
     out = Table("run", "steps", "tokens", "final loss", "best validation", "tokens/s",
-                caption="losses in nats per token; tokens/s: the median of all reports but the first")
+                caption="losses in nats per token (a validation at the end of a run may be of more text than those "
+                        "before); tokens/s: the median of all reports but the first")
     out.columns[0].overflow = "fold"
     for column in out.columns[1:]:
         column.justify = "right"
@@ -88,6 +89,8 @@ def main(command_line: Sequence[str]) -> None:
     check_plotting()
     names = _names(args.runs)
     runs = [read(folder, name) for folder, name in zip(args.runs, names, strict=True)]
+    for folder, run in zip(args.runs, runs, strict=True):
+        require(bool(run.losses), f"{folder} tells no loss yet: wait for its first report")
     Console().print(table(runs))
     draw(runs, args.out)
     print(f"written to {args.out}")

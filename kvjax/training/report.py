@@ -63,13 +63,13 @@ def ending(folder: Path, steps: int, seconds: float, mesh: Mesh) -> str:
     `steps` and `seconds` are those since it was started or resumed, evaluation and compilation included.
     """
     run = curves.read(folder)
+    last = [f"{kind} {loss[max(loss)]:.4f}" for kind, loss in (("training", run.losses), ("validation", run.validation))
+            if loss]
     speed = f"; {short(run.speed)} tokens/s of training" if run.speed else ""
     peak = (mesh.local_devices[0].memory_stats() or {}).get("peak_bytes_in_use")
     memory = f"; peak memory of a device {peak / 2**30:.2f} GiB" if peak else ""
-    best = min(run.validation, key=run.validation.get)
     return (f"{steps:,} steps of {run.tokens_per_step:,} tokens in {clock(seconds)}{speed}{memory}\n"
-            f"training loss {run.losses[max(run.losses)]:.4f}; best validation loss {run.validation[best]:.4f}, "
-            f"of step {best:,}\n"
+            f"last losses: {', '.join(last)}\n"
             f"in {folder}: {run_folder.CHECKPOINTS}/, {run_folder.METRICS}, {run_folder.TENSORBOARD}/; curves: "
             f"python -m kvjax.evaluation.plot {folder}\n"
             f"done; evaluate it with: python eval.py {folder}")
