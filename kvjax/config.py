@@ -292,6 +292,8 @@ class TrainConfig(Checked):
     sample_prompt: str = "\n"
     init_from: str | None = None
     """Trained model that the weights come from, converted where attention or sharing differ (`--init-from`)."""
+    wandb: str | None = None
+    """Weights & Biases project that receives the metrics as well; None: none. It needs the package."""
     accelerator: bool = False
     """Meant for a TPU or GPU: refuses to start on a CPU unless told."""
     profile_start: int | None = None
@@ -302,6 +304,7 @@ class TrainConfig(Checked):
         super().__post_init__()
         _require_positive(self, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_batches",
                           "profile_steps")
+        require(self.wandb != "", "TrainConfig.wandb is '': give the name of a project, or None for none")
         require(0 <= self.seed < 2**31, f"TrainConfig.seed is {self.seed}: it must be at least 0 and below 2^31")
         for name in ("z_loss", "sample_tokens"):
             require(getattr(self, name) >= 0, f"TrainConfig.{name} is {getattr(self, name)}: it must be 0 or more")

@@ -30,8 +30,8 @@ from kvjax.convert.folder import load_model
 from kvjax.data.packing import cut_pieces
 from kvjax.data.pipeline import token_splits
 from kvjax.data.tokenizers import Tokenizer, check_vocabulary
+from kvjax.evaluation.plotting import check_plotting
 from kvjax.evaluation.run import progress
-from kvjax.evaluation.spectrum_report import check_plotting
 from kvjax.model.decoder import build_model
 from kvjax.quantisation import storage_type
 

@@ -1,4 +1,4 @@
-"""Trains several configurations under identical conditions and writes one table.
+"""Trains several configurations under identical conditions and writes one report: report.md, .json and .html.
 
     python -m kvjax.evaluation.compare mha_125m kpa_125m_matched --out runs/compared --seeds 0 1 2
 
@@ -22,14 +22,17 @@ import tyro
 from kvjax.config import Config, ConfigError, differences, load, require
 from kvjax.config_files import load_config
 from kvjax.data.tokenizers import load_tokenizer
-from kvjax.evaluation import cache_report, run
-from kvjax.evaluation.compare_table import ConfigResult, RunResult, write
-from kvjax.model import build_model, parameter_count
+from kvjax.evaluation import cache_report, curves, run
+from kvjax.evaluation.compare_report import FILES, write
+from kvjax.evaluation.compare_speed import Decoding, measure
+from kvjax.evaluation.compare_table import ConfigResult, RunResult
+from kvjax.evaluation.plotting import check_plotting
+from kvjax.model import build_model
 from kvjax.model.placement import check
 from kvjax.sharding import make_mesh
 from kvjax.training import run_folder
 from kvjax.training.loop import Diverged, train
-from kvjax.training.metrics import is_reported
+from kvjax.training.metrics import check_wandb, is_reported
 from kvjax.training.optimizer import make_optimizer
 from kvjax.training.report import has_readable_text
 from kvjax.training.state import init_state
@@ -40,7 +43,7 @@ SHARED_BY_MODELS = ("model.vocab_size", "model.context_length")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Trains configurations on the same batches with the same schedule, and writes OUT/table.md and OUT/table.json.
+    """Trains configurations on the same batches with the same schedule, and writes OUT/report.md, .json and .html.
 
     The configurations may differ in their models only, apart from vocabulary and context length. The same command
     goes on where it was stopped, and runs that are finished are not repeated.
@@ -49,17 +52,25 @@ class Arguments:
     configs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="CONFIG ...")]
     """Names in configs/, or paths of Python files."""
     out: Path
-    """Folder of the table and of the runs, OUT/NAME_seedSEED."""
+    """Folder of the report and of the runs, OUT/NAME_seedSEED."""
     seeds: tuple[int, ...] = (0,)
     """One run of every configuration for each. A seed decides the initial weights and the order of the batches."""
     steps: int | None = None
     """Training steps; None: what the configurations say."""
+    tokens: int | None = None
+    """Instead of steps: as many as read so many tokens at most, padding included, and at least one."""
     warmup_steps: int | None = None
     """Steps until the learning rate is at its peak; None: what the configurations say."""
     batch_size: int | None = None
     """Sequences per step; None: what the configurations say."""
     context_length: int | None = None
     """Tokens per sequence; None: what the configurations say."""
+    decode_batch: int = Decoding.batch
+    """Sequences that decoding is timed with."""
+    contexts: tuple[int, ...] = Decoding.contexts
+    """Tokens of context that decoding is timed at."""
+    plots: bool = True
+    """Draw plots, which needs matplotlib."""
     allow_cpu: bool = False
     """Run configurations that are meant for a TPU or GPU on the CPU."""
 
@@ -86,27 +97,34 @@ class Trial:
         return is_reported(self.folder, self.config.train.steps)
 
 
-def compare(configs: dict[str, Config], out: Path, seeds: Sequence[int] = (0,)) -> list[ConfigResult]:
-    """Trains every configuration once per seed, and writes table.md and table.json into `out`.
+def compare(configs: dict[str, Config], out: Path, seeds: Sequence[int] = (0,), decoding: Decoding = Decoding(),  # noqa: B008
+            plots: bool = True) -> list[ConfigResult]:
+    """Trains every configuration once per seed, times decoding, and writes report.md, .json and .html into `out`.
 
     Args:
       configs: by name; they may differ in their models only, and there not in vocabulary or context length.
       out: receives the runs as NAME_seedSEED: finished ones are not repeated, unfinished ones go on.
       seeds: of initial values and data order, the same for every configuration; the configurations' own don't count.
+      decoding: how decoding is timed.
+      plots: whether plots are drawn.
 
     Returns: the results, in the order of `configs`. A run that diverges doesn't keep the others from training.
     Raises ConfigError on settings that differ or can't work and on folders that hold other runs, before anything is
       trained; Stopped if a run was stopped by a signal.
     """
+    if plots:
+        check_plotting()
+    decoding.check({name: config.model for name, config in configs.items()})
     trials = plan(configs, out, seeds)
     results = {name: [] for name in configs}
     for number, trial in enumerate(trials, start=1):
         state = "finished before" if trial.finished() else trial.folder
         print(f"\nrun {number} of {len(trials)}: {trial.name}, seed {trial.config.train.seed} ({state})", flush=True)
         results[trial.name].append(result(trial))
-    found = [ConfigResult(name, parameter_count(config.model), cache_report.report(config.model), tuple(results[name]))
+    speeds = measure(configs, out, decoding)
+    found = [ConfigResult(name, config.model, cache_report.report(config.model), tuple(results[name]), speeds[name])
              for name, config in configs.items()]
-    print(f"\n{write(out, trials[0].config, found)}\nwritten to {out / 'table.md'} and {out / 'table.json'}")
+    print(f"\n{write(out, trials[0].config, found, plots)}\nwritten to {', '.join(str(out / name) for name in FILES)}")
     return found
 
 
@@ -123,6 +141,7 @@ def plan(configs: dict[str, Config], out: Path, seeds: Sequence[int]) -> list[Tr
                 "comparison starts every run from random weights; set it to None")
         check(config, make_mesh(config.mesh))
         make_optimizer(config)
+        check_wandb(config.train)
     trials = [Trial(name, _changed(config, train=dict(seed=seed)), out / f"{name}_seed{seed}")
               for seed in seeds for name, config in plain.items()]
     try:
@@ -137,7 +156,8 @@ def plan(configs: dict[str, Config], out: Path, seeds: Sequence[int]) -> list[Tr
 def refuse_differences(configs: dict[str, Config]) -> None:
     """Raises ConfigError with the settings that differ, other than those of models, checkpoints and reports."""
     first, *others = configs
-    lines, without_effect = [], ("checkpoint.", "train.log_every", "train.eval_every", "train.sample_")
+    lines, without_effect = [], (
+        "checkpoint.", "train.log_every", "train.eval_every", "train.sample_", "train.wandb")
     for other in others:
         found = differences(configs[first], configs[other])
         lines += [f"  {setting}: {a!r} in {first}, {b!r} in {other}" for setting, (a, b) in found.items()
@@ -171,7 +191,8 @@ def result(trial: Trial) -> RunResult:
     start = start_results(trial)
     end = {} if diverged else _reported(trial.folder, steps)
     return RunResult(trial.config.train.seed, trial.folder.name, start["loss"], start["tokens"],
-                     end.get("validation_loss"), end.get("validation_nats_per_byte"), diverged)
+                     end.get("validation_loss"), end.get("validation_nats_per_byte"), diverged,
+                     None if diverged else curves.read(trial.folder).speed)
 
 
 def start_results(trial: Trial) -> dict[str, Any]:
@@ -195,18 +216,9 @@ def start_results(trial: Trial) -> dict[str, Any]:
 
 def _reported(folder: Path, step: int) -> dict[str, float]:
     """What a finished run wrote last about the held-out text."""
-    found = [line for line in map(_line, (folder / run_folder.METRICS).read_text().splitlines())
-             if line.get("step") == step and "validation_loss" in line]
+    found = [line for line in curves.metrics(folder) if line["step"] == step and "validation_loss" in line]
     require(bool(found), f"{folder / run_folder.METRICS} tells no final loss: move the folder away, to train again")
     return found[-1]
-
-
-def _line(text: str) -> dict[str, float]:
-    """A line of metrics; nothing for one that is damaged."""
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError):
-        return {}
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:
@@ -217,15 +229,23 @@ def _changed(config: Config, **sections: dict[str, Any]) -> Config:
                                           for name, settings in sections.items()})
 
 
+def _with_arguments(config: Config, args: Arguments) -> Config:
+    """A configuration with the command line's settings."""
+    config = _changed(config, train=dict(batch_size=args.batch_size), model=dict(context_length=args.context_length))
+    steps = args.steps if args.tokens is None else \
+        max(args.tokens // (config.train.batch_size * config.model.context_length), 1)
+    return _changed(config, train=dict(steps=steps), optimizer=dict(warmup_steps=args.warmup_steps))
+
+
 def load_configs(args: Arguments) -> dict[str, Config]:
     """The configurations by name, with the command line's settings. Raises ConfigError if two have one name."""
     names = [Path(name).stem if name.endswith(".py") else name for name in args.configs]
     twice = [name for name, count in Counter(names).items() if count > 1]
     require(not twice, f"{', '.join(twice)} is given more than once: the runs would share a folder; rename the files")
-    configs = {name: _changed(load_config(path), train=dict(steps=args.steps, batch_size=args.batch_size),
-                              optimizer=dict(warmup_steps=args.warmup_steps),
-                              model=dict(context_length=args.context_length))
-               for name, path in zip(names, args.configs, strict=True)}
+    require(args.steps is None or args.tokens is None, f"--steps {args.steps} and --tokens {args.tokens} are both "
+            "given: tokens are turned into steps, give one of them")
+    require(args.tokens is None or args.tokens > 0, f"--tokens is {args.tokens}: it must be above 0")
+    configs = {name: _with_arguments(load_config(path), args) for name, path in zip(names, args.configs, strict=True)}
     meant = [name for name, config in configs.items() if config.train.accelerator]
     require(args.allow_cpu or not meant or jax.default_backend() != "cpu",
             f"{', '.join(meant)}: meant for a TPU or GPU, and JAX found none: install jax[tpu] or jax[cuda13], or add "
@@ -237,7 +257,8 @@ def main(command_line: Sequence[str]) -> None:
     """Parses the command line, compares, and reports runs that diverged as an error."""
     args = tyro.cli(Arguments, args=command_line, prog="python -m kvjax.evaluation.compare",
                     config=(tyro.conf.FlagCreatePairsOff,))
-    found = compare(load_configs(args), args.out, args.seeds)
+    decoding = Decoding(args.decode_batch, args.contexts)
+    found = compare(load_configs(args), args.out, args.seeds, decoding, args.plots)
     diverged = [f"{one.folder}: {one.diverged}" for entry in found for one in entry.runs if one.diverged]
     if diverged:
         raise Diverged("\n".join(diverged))

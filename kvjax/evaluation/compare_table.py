@@ -1,17 +1,17 @@
-"""What `compare` found, as Markdown and JSON."""
+"""What `compare` found: results, their tables as Markdown, and all figures as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvjax.config import Config, require, to_dict
+from kvjax.config import Config, ModelConfig, to_dict
 from kvjax.evaluation.cache_report import CacheReport
+from kvjax.evaluation.compare_speed import Speed
+from kvjax.model import parameter_count
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class RunResult:
     nats_per_byte: float | None = None
     diverged: str | None = None
     """Why the run ended before its last step."""
+    tokens_per_second: float | None = dataclasses.field(default=None, compare=False)
+    """Of training, padding included: the median of the reports after the first; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,21 @@ class ConfigResult:
     """All runs of one configuration."""
 
     name: str
-    parameters: int
+    model: ModelConfig
     cache: CacheReport
     runs: tuple[RunResult, ...]
+    speed: Speed | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model."""
+        return parameter_count(self.model)
+
+    @property
+    def training_speed(self) -> float | None:
+        """Median tokens per second over the runs that tell theirs."""
+        found = [run.tokens_per_second for run in self.runs if run.tokens_per_second is not None]
+        return statistics.median(found) if found else None
 
     def spread(self, quantity: str) -> Spread | None:
         """Of a field of `RunResult` over all runs; None if a run lacks it, so that no mean leaves runs out."""
@@ -66,29 +80,39 @@ class ConfigResult:
         return str(self.spread(quantity) or (f"diverged: seed {diverged}" if diverged else "–"))
 
 
-def markdown(config: Config, results: Sequence[ConfigResult]) -> str:
-    """The table and what its figures mean. `config`: any of those compared."""
-    lines = ["| config | parameters | loss at the start | validation loss | nats / byte | bytes / token | "
-             "times smaller than MHA |", "|---|--:|--:|--:|--:|--:|--:|"]
-    lines += [f"| `{r.name}` | {r.parameters:,} | {r.shown('start_loss')} | {r.shown('loss')} | "
-              f"{r.shown('nats_per_byte')} | {r.cache.measured:,.0f} | {r.cache.factor:.2f} |" for r in results]
-    return "\n".join(lines) + f"\n\n{caption(config, results)}\n"
+@dataclass(frozen=True)
+class Table:
+    """A table of text, whose first column holds names and the others figures."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        rows = ((f"`{name}`", *figures) for name, *figures in self.rows)
+        head, *lines = (f"| {' | '.join(cells)} |" for cells in (self.header, *rows))
+        return "\n".join([head, "|---|" + "--:|" * (len(self.header) - 1), *lines])
 
 
-def caption(config: Config, results: Sequence[ConfigResult]) -> str:
-    """Steps, tokens, seeds, and how the figures were got."""
-    train, length, runs = config.train, config.model.context_length, results[0].runs
-    spread = f"± is the sample standard deviation over n = {len(runs)} seeds" if len(runs) > 1 else \
-        "n = 1 seed, which shows no spread"
-    types = {r.name: r.cache.dtype for r in results}
-    cache = ", ".join(f"{name} {kept}" for name, kept in types.items()) if len(set(types.values())) > 1 else \
-        results[0].cache.dtype
-    return (f"Every run: {train.steps:,} steps of {train.batch_size} x {length:,} tokens (padding included), "
-            f"{tokens_per_run(config):,} in all, in an order that depends on the seed alone. "
-            f"Seeds: {', '.join(str(run.seed) for run in runs)}; {spread}. "
-            f"Losses: nats per token on the same {runs[0].tokens:,} held-out tokens, before the first step and after "
-            f"the last. Bytes: of all layers, measured on a cache with room for {results[0].cache.length:,} "
-            f"tokens ({cache}); MHA is multi-head attention of the same width and depth.")
+def quality(results: Sequence[ConfigResult]) -> Table:
+    """Losses beside what the cache holds and a decode step reads."""
+    header = ("config", "parameters", "loss at the start", "validation loss", "nats / byte", "bytes held / token",
+              "times less than MHA", "bytes read / token", "times less than MHA")
+    return Table(header, tuple((r.name, f"{r.parameters:,}", r.shown("start_loss"), r.shown("loss"),
+                                r.shown("nats_per_byte"), f"{r.cache.measured:,.0f}", f"{r.cache.factor:.2f}",
+                                f"{r.cache.read:,.0f}", f"{r.cache.read_factor:.2f}") for r in results))
+
+
+def speed(results: Sequence[ConfigResult]) -> Table:
+    """Speed and memory, where they were measured."""
+    contexts = list(results[0].speed.decode_seconds)
+    header = ("config", "training tokens / s", "training step MiB",
+              *(f"decode tokens / s (ms a step) at {n:,}" for n in contexts))
+
+    def row(result: ConfigResult) -> tuple[str, ...]:
+        training, taken = result.training_speed, result.speed
+        decode = (f"{taken.batch / seconds:,.0f} ({1e3 * seconds:.3g})" for seconds in taken.decode_seconds.values())
+        return (result.name, f"{training:,.0f}" if training else "–", f"{taken.step_bytes / 2**20:,.1f}", *decode)
+    return Table(header, tuple(map(row, results)))
 
 
 def tokens_per_run(config: Config) -> int:
@@ -97,7 +121,7 @@ def tokens_per_run(config: Config) -> int:
 
 
 def content(config: Config, results: Sequence[ConfigResult]) -> dict[str, Any]:
-    """The table's figures, those of every run, and the settings that all runs share, for JSON."""
+    """The tables' figures, those of every run, and the settings that all runs share, for JSON."""
     shared = {name: value for name, value in to_dict(config).items() if name != "model"}
     del shared["train"]["seed"]
     return {"tokens_per_run": tokens_per_run(config), "seeds": [run.seed for run in results[0].runs],
@@ -107,22 +131,10 @@ def content(config: Config, results: Sequence[ConfigResult]) -> dict[str, Any]:
 
 def _entry(result: ConfigResult) -> dict[str, Any]:
     spreads = {name: result.spread(name) for name in ("start_loss", "loss", "nats_per_byte")}
-    return {"name": result.name, "parameters": result.parameters,
+    return {"name": result.name, "parameters": result.parameters, "model": to_dict(result.model),
             **{name: spread and dataclasses.asdict(spread) for name, spread in spreads.items()},
-            "cache": dataclasses.asdict(result.cache) | {"factor": result.cache.factor},
+            "cache": dataclasses.asdict(result.cache) | {"factor": result.cache.factor,
+                                                         "read_factor": result.cache.read_factor},
+            "training_tokens_per_second": result.training_speed,
+            "speed": result.speed and dataclasses.asdict(result.speed),
             "runs": [dataclasses.asdict(run) for run in result.runs]}
-
-
-def write(folder: Path, config: Config, results: Sequence[ConfigResult]) -> str:
-    """Writes table.md and table.json; returns the Markdown.
-
-    Raises ConfigError if the runs were not scored on the same number of tokens: their text changed in between.
-    """
-    scored = {run.folder: run.tokens for result in results for run in result.runs}
-    require(len(set(scored.values())) == 1, "the held-out text changed between these runs, so their losses can't be "
-            "compared: " + ", ".join(f"{path} was scored on {n:,} tokens" for path, n in scored.items())
-            + "; choose another --out")
-    text = markdown(config, results)
-    (folder / "table.json").write_text(json.dumps(content(config, results), indent=2) + "\n")
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    return text

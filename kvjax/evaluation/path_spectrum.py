@@ -31,7 +31,8 @@ from kvjax.config import ConfigError, DataConfig, ModelConfig, require
 from kvjax.convert.folder import load_model
 from kvjax.data.pipeline import validation_batches
 from kvjax.data.tokenizers import check_vocabulary
-from kvjax.evaluation.spectrum_report import STATES, Spectrum, check_plotting, content, markdown, plot
+from kvjax.evaluation.plotting import check_plotting
+from kvjax.evaluation.spectrum_report import STATES, Spectrum, content, markdown, plot
 from kvjax.model.activations import layer_inputs
 
 LENGTH = 1024

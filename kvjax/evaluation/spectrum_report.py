@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.config import ConfigError
-
 STATES = {"k": "keys", "v": "values"}
 
 
@@ -89,14 +87,6 @@ def content(spectra: dict[str, Spectrum]) -> dict[str, Any]:
                     "mean_states_kept": np.round(kept(spectra[name].states).mean((0, 1)), 6).tolist(),
                     "mean_changes_kept": np.round(kept(spectra[name].changes).mean((0, 1)), 6).tolist()}
             for name, title in STATES.items()}
-
-
-def check_plotting() -> None:
-    """Raises ConfigError if the plotting library is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("the plot needs a package: pip install matplotlib") from error
 
 
 def plot(spectra: dict[str, Spectrum], path: Path) -> None:

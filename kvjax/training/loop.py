@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from kvjax.sharding import make_mesh
 from kvjax.training import report, run_folder, start
 from kvjax.training.checkpoint import Checkpoints
 from kvjax.training.hooks import Every, Hook, Profiler, StopSignal
-from kvjax.training.metrics import Display, Meter, MetricsFiles, is_reported
+from kvjax.training.metrics import Display, Meter, MetricsFiles, check_wandb, is_reported
 from kvjax.training.optimizer import make_optimizer
 from kvjax.training.state import TrainState, abstract_state, init_state
 from kvjax.training.step import Metrics, make_train_step, place, process_part
@@ -75,6 +76,7 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
     """
     require((source is None) == (config.train.init_from is None), f"train.init_from is {config.train.init_from!r}: it "
             "goes with the trained model itself, train.py --init-from MODEL or train(..., source=Source(MODEL))")
+    check_wandb(config.train)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         run = open_run(config, Path(run_dir), overwrite, devices, source)
@@ -92,15 +94,18 @@ def train(config: Config, run_dir: Path | str, *, overwrite: bool = False, devic
         if first == config.train.steps and is_reported(run.folder, first):
             display.say(f"{run.folder} is complete, all {first} steps are done; --overwrite starts it afresh")
             return state
-        files = stack.enter_context(MetricsFiles(run.folder, first))
+        files = stack.enter_context(MetricsFiles(run.folder, first, config))
 
         hooks = periodic(run, checkpoints, display, files, first)
         last = config.train.steps if stop_after is None else min(stop_after, config.train.steps)
+        started = time.perf_counter()
         with display:
             state = run_steps(run, state, hooks, Monitor(run, display, files), stop, range(first + 1, last + 1))
         checkpoints.wait()
         if int(state.step) == config.train.steps:
             finish(run, state, display, files)
+            if jax.process_index() == 0:
+                display.say(report.ending(run.folder, last - first, time.perf_counter() - started, run.mesh))
         else:
             display.say(f"stopped and saved after step {int(state.step)}: the same command resumes {run.folder}")
     return state
@@ -235,4 +240,3 @@ def finish(run: Run, state: TrainState, display: Display, files: MetricsFiles) -
     files.write(config.train.steps, numbers)
     if config.train.sample_tokens and jax.process_count() == 1:
         display.say("sample:\n" + report.text_sample(run.model, config, state.params, run.tokenizer))
-    display.say(f"done; evaluate it with: python eval.py {run.folder}")

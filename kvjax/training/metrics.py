@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from kvjax.config import TrainConfig
+from kvjax.config import Config, ConfigError, TrainConfig, to_dict
 from kvjax.training import run_folder
 
 PEAK_FLOPS = {
@@ -60,14 +62,39 @@ class Meter:
         return {"tokens_per_second": speed} | ({"mfu": speed * self._utilisation} if self._utilisation else {})
 
 
-class MetricsFiles:
-    """Metrics as JSON lines and for TensorBoard, written by the first process only; a context manager.
+def check_wandb(config: TrainConfig) -> None:
+    """Raises ConfigError if the run is to report to Weights & Biases and the package is missing."""
+    if config.wandb is None or jax.process_index() != 0:
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"train.wandb is {config.wandb!r}, which needs a package: pip install wandb (then wandb "
+                          "login), or set it to None") from error
 
-    A run that resumes after `start` steps drops what was written for later ones: those steps are done again.
+
+def open_wandb(config: Config, run_dir: Path) -> Any:
+    """The run at Weights & Biases: a new one, or the one that this folder has already; None without a project."""
+    if config.train.wandb is None:
+        return None
+    import wandb
+    path = run_dir / run_folder.WANDB_ID
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex)
+    return wandb.init(project=config.train.wandb, name=run_dir.resolve().name, id=path.read_text(), resume="allow",
+                      dir=str(run_dir), config=to_dict(config))
+
+
+class MetricsFiles:
+    """Metrics as JSON lines, for TensorBoard and, if wanted, at Weights & Biases, written by the first process only; a
+    context manager.
+
+    A run that resumes after `start` steps drops what was written for later ones: those steps are done again. Weights &
+    Biases keeps it and ignores the repetition, which has the same values.
     """
 
-    def __init__(self, run_dir: Path, start: int):
-        self._lines = self._board = None
+    def __init__(self, run_dir: Path, start: int, config: Config | None = None):
+        self._lines = self._board = self._wandb = None
         if jax.process_index() == 0:
             path = run_dir / run_folder.METRICS
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -76,14 +103,17 @@ class MetricsFiles:
             partial.replace(path)
             self._lines = path.open("a", buffering=1)
             self._board = SummaryWriter(str(run_dir / run_folder.TENSORBOARD), purge_step=start + 1)
+            self._wandb = config and open_wandb(config, run_dir)
 
     def __enter__(self) -> MetricsFiles:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
         if self._lines is not None:
             self._lines.close()
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(error is not None))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Adds the values of a step."""
@@ -92,6 +122,8 @@ class MetricsFiles:
         self._lines.write(json.dumps({"step": step} | values) + "\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
 
 
 def is_reported(run_dir: Path, step: int) -> bool:
@@ -137,20 +169,22 @@ class Display:
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Shows loss, speed and time left after `step`."""
         text, speed = f"loss {metrics['loss']:.4f}", metrics.get("tokens_per_second")
-        text += f"  {_short(speed)} tokens/s" if speed else ""
+        text += f"  {short(speed)} tokens/s" if speed else ""
         text += f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
         self._bar.update(self._task, description=text)
         if not self._console.is_terminal:
-            left = f"  ETA {_clock((self._steps - step) * self._tokens_per_step / speed)}" if speed else ""
+            left = f"  ETA {clock((self._steps - step) * self._tokens_per_step / speed)}" if speed else ""
             self.say(f"step {step}/{self._steps}  {text}{left}")
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
+    """A number in thousands or millions, as 9.5k."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return f"{number:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -12,10 +13,12 @@ from kvjax.config import Config, DataConfig, to_dict
 from kvjax.data.pipeline import token_splits
 from kvjax.data.sources import load_documents
 from kvjax.data.tokenizers import Tokenizer
-from kvjax.evaluation import cache_report
+from kvjax.evaluation import cache_report, curves
 from kvjax.evaluation.ngram import byte_model_nats
 from kvjax.generate import generate
 from kvjax.model import parameter_count
+from kvjax.training import run_folder
+from kvjax.training.metrics import clock, short
 
 COUNTED_TEXT = 32 * 2**20
 """Bytes of training text that the byte models are counted on, at most."""
@@ -52,6 +55,24 @@ def _text(config: Config, tokenizer: Tokenizer) -> str:
     more = f" (the model has room for {room:,})" if size < room else ""
     return (f"text: {train:,} tokens in {documents:,} documents, to be read about {passes:.2g} times; held out: "
             f"{held:,} in {held_out:,}; vocabulary: {size:,}{more}")
+
+
+def ending(folder: Path, steps: int, seconds: float, mesh: Mesh) -> str:
+    """How a run that is done ended: time and speed, losses, memory where the device tells it, and where its files are.
+
+    `steps` and `seconds` are those since it was started or resumed, evaluation and compilation included.
+    """
+    run = curves.read(folder)
+    last = [f"{kind} {loss[max(loss)]:.4f}" for kind, loss in (("training", run.losses), ("validation", run.validation))
+            if loss]
+    speed = f"; {short(run.speed)} tokens/s of training" if run.speed else ""
+    peak = (mesh.local_devices[0].memory_stats() or {}).get("peak_bytes_in_use")
+    memory = f"; peak memory of a device {peak / 2**30:.2f} GiB" if peak else ""
+    return (f"{steps:,} steps of {run.tokens_per_step:,} tokens in {clock(seconds)}{speed}{memory}\n"
+            f"last losses: {', '.join(last)}\n"
+            f"in {folder}: {run_folder.CHECKPOINTS}/, {run_folder.METRICS}, {run_folder.TENSORBOARD}/; curves: "
+            f"python -m kvjax.evaluation.plot {folder}\n"
+            f"done; evaluate it with: python eval.py {folder}")
 
 
 def has_readable_text(config: DataConfig) -> bool:

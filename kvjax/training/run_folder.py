@@ -2,6 +2,7 @@
 
     config.json  tokenizer/  checkpoints/  damaged/  metrics.jsonl  tensorboard/  profile/  eval/ (of `eval.py`)
     conversion.json  source.json (of a run that starts from a trained model)
+    wandb_id  wandb/ (of a run that reports to Weights & Biases)
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ UNFINISHED = ".partial"
 LOCK = "lock"
 CONVERSION = "conversion.json"
 SOURCE = "source.json"
+WANDB_ID, WANDB = "wandb_id", "wandb"
 CONTENTS = (TOKENIZER, TOKENIZER + UNFINISHED, CHECKPOINTS, DAMAGED, METRICS, TENSORBOARD, PROFILE, "eval", LOCK,
-            CONVERSION, SOURCE, CONFIG + UNFINISHED, CONFIG)
+            CONVERSION, SOURCE, WANDB_ID, WANDB, CONFIG + UNFINISHED, CONFIG)
 """What a run and its evaluation write: nothing else in its folder is ever deleted. The last marks it as a run's."""
 
 FREE = ("mesh", "checkpoint", "data.workers", "model.kernel", "model.remat", "train.accumulation", "train.log_every",
         "train.eval_every", "train.eval_batches", "train.sample_tokens", "train.sample_prompt", "train.accelerator",
-        "train.profile_start", "train.profile_steps")
+        "train.wandb", "train.profile_start", "train.profile_steps")
 """Settings that may change when a run resumes, because its result doesn't depend on them but for rounding."""
 
 

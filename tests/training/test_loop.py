@@ -69,7 +69,9 @@ def test_what_a_run_writes_and_says(tmp_path, config, changed, one_device, capsy
                  "text: ", " held out: ",
                  "devices: 1 (cpu); processes: 1; mesh: data 1 x fsdp 1 x tensor 1 x sequence 1",
                  "step 8/8  loss ", " tokens/s  ETA 0:00:00", "step 4: validation loss", "final validation loss",
-                 " bits) per byte", "order-1 byte model ", "order-2 byte model ", "sample:\n\n"):
+                 " bits) per byte", "order-1 byte model ", "order-2 byte model ", "sample:\n\n",
+                 "8 steps of 256 tokens in 0:0", " tokens/s of training\nlast losses: training ",
+                 "run: checkpoints/, "):
         assert text in out, text
     steps = metrics(tmp_path / "run")
     assert list(steps) == [2, 4, 6, 8] and steps[8] < steps[2]
