@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 
 from kvjax.cache import cache_bytes_per_token
@@ -27,23 +26,12 @@ from kvjax.compaction.evaluate_report import ContextResult, content, markdown, p
 from kvjax.compaction.measures import OWN_REFERENCES, How, drift_of, measure_case, prepare
 from kvjax.config import ConfigError, DataConfig, ModelConfig, require
 from kvjax.convert.folder import load_model
-from kvjax.data.packing import cut_pieces
-from kvjax.data.pipeline import token_splits
-from kvjax.data.tokenizers import Tokenizer, check_vocabulary
+from kvjax.data.tokenizers import check_vocabulary
+from kvjax.evaluation.places import Place, places_of
 from kvjax.evaluation.plotting import check_plotting
 from kvjax.evaluation.run import progress
 from kvjax.model.decoder import build_model
 from kvjax.quantisation import storage_type
-
-
-class Place(NamedTuple):
-    """Where a context and its continuation stand."""
-
-    text: str
-    start: int
-    """Of its first token, among those of the held-out part of the text."""
-    tokens: np.ndarray
-    """int32 [context + continuation + 1]: the last one is only predicted."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ def main(command_line: Sequence[str]) -> None:
     require(tokenizer is not None, f"{args.model} brings no tokenizer: add its tokenizer.json")
     check_vocabulary(tokenizer, config.vocab_size)
     length = args.context_tokens + args.continuation_tokens
-    by_text = [places_of(text, tokenizer, args.contexts, length) for text in args.text]
+    by_text = [places_of(DataConfig(source=text), tokenizer, args.contexts, length) for text in args.text]
     places = [place for turn in zip(*by_text, strict=True) for place in turn]  # a run that is stopped has some of each
     settings = settings_of(args)
     results = [] if args.out is None else restored(args.out, settings)
@@ -149,21 +137,6 @@ def check_model(args: Arguments, config: ModelConfig) -> None:
     require(reach <= config.context_length, f"{args.context_tokens} tokens of context and {follow} of continuation"
             f"{repeated} reach position {reach}, and the model's context length is {config.context_length}: lower "
             "--context-tokens or --continuation-tokens" + (", or take other --references" if repeated else ""))
-
-
-def places_of(text: str, tokenizer: Tokenizer, contexts: int, length: int) -> list[Place]:
-    """Places of `length` tokens and one more inside of documents, spread evenly over the held-out part of a text.
-
-    Raises ConfigError if there are fewer.
-    """
-    array = token_splits(DataConfig(source=text), tokenizer).validation
-    starts, sizes = cut_pieces(np.asarray(array.starts), length)
-    starts = starts[sizes == length]
-    require(len(starts) >= contexts, f"the held-out part of {text} has {len(starts)} places of {length + 1} tokens "
-            f"inside of a document, and {contexts} are wanted: give longer documents or more of them, or lower "
-            "--contexts, --context-tokens or --continuation-tokens")
-    chosen = starts[np.arange(contexts) * len(starts) // contexts]
-    return [Place(text, int(start), array.read(start, start + length + 1)) for start in chosen]
 
 
 def measure(args: Arguments, config: ModelConfig, params: Any, places: Sequence[Place]) -> Iterator[ContextResult]:

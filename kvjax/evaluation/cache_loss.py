@@ -20,8 +20,8 @@ from kvjax.decoding import decode
 from kvjax.evaluation.held_out import HeldOut
 from kvjax.evaluation.run import Restored, progress
 from kvjax.quantisation import storage_type
-from kvjax.sharding import make_mesh, named
-from kvjax.training.loss import Batch, loss_sums
+from kvjax.sharding import constrain, make_mesh, named
+from kvjax.training.loss import Batch, cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,31 +65,32 @@ def cache_loss(model: nn.Module, params: Any, batches: Iterable[dict[str, np.nda
         for batch in batches:
             require("segment_ids" not in batch, "the rows are packed, but a cache holds one text a row: take batches "
                                                 "of running text (DataConfig.pack=False)")
-            parts = [jax.device_put(part, named(mesh, "batch")) for part in _chunks(batch, chunk)]
             for kept in nats:
-                nats[kept] += _summed_loss(model, params, parts, kept)
+                nats[kept] += float(token_losses(model, params, batch, kept, mesh=mesh, chunk=chunk).sum())
             tokens += int(batch["loss_mask"].sum()) if "loss_mask" in batch else batch["tokens"].size
     require(tokens > 0, "there are no tokens to evaluate: the held-out split is empty")
     return CacheLoss(wanted.name, nats[wanted] / tokens, nats[computed] / tokens, tokens)
 
 
-def _chunks(batch: dict[str, np.ndarray], chunk: int) -> list[Batch]:
+def token_losses(model: nn.Module, params: Any, batch: Batch, dtype, *, mesh: Mesh, chunk: int = 64) -> np.ndarray:
+    """Nats of every target [B, T], float64, 0 where it does not count, of rows that are read as `cache_loss` says."""
+    parts = [jax.device_put(part, named(mesh, "batch")) for part in _chunks(batch, chunk)]
+    rows, length = batch["tokens"].shape
+    cache, nats = _empty(model.config, rows, chunk * len(parts), storage_type(dtype)), []
+    for part in parts:
+        found, cache = _step(model, params, part, cache)
+        nats.append(found)
+    # Brought here at the end: no step waits for the one before.
+    return np.concatenate([np.asarray(x, np.float64) for x in nats], axis=1)[:, :length]
+
+
+def _chunks(batch: Batch, chunk: int) -> list[Batch]:
     """A batch cut along its rows into chunks of one length; what fills the last one up does not count."""
     rows, length = batch["tokens"].shape
     mask = batch.get("loss_mask", np.ones((rows, length), np.float32))
     arrays = {"tokens": batch["tokens"], "targets": batch["targets"], "loss_mask": mask}
     padded = {name: np.pad(x, ((0, 0), (0, -length % chunk))) for name, x in arrays.items()}
     return [{name: x[:, at:at + chunk] for name, x in padded.items()} for at in range(0, length, chunk)]
-
-
-def _summed_loss(model: nn.Module, params: Any, parts: list[Batch], dtype: np.dtype) -> float:
-    """Nats of the counted tokens of one batch."""
-    rows, chunk = parts[0]["tokens"].shape
-    cache, nats = _empty(model.config, rows, chunk * len(parts), dtype), []
-    for part in parts:
-        loss, cache = _step(model, params, part, cache)
-        nats.append(loss)
-    return sum(float(loss) for loss in nats)  # read at the end: no step waits for the one before
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -101,8 +102,8 @@ def _empty(config, rows: int, length: int, dtype: np.dtype) -> Cache:
 def _step(model: nn.Module, params: Any, part: Batch, cache: Cache) -> tuple[Array, Cache]:
     logits, cache = decode(model, params, part["tokens"], cache)
     # What fills the last chunk up may lie past the positions that a model knows: its logits are NaN.
-    logits = jnp.where(part["loss_mask"][..., None] > 0, logits, 0)
-    return loss_sums(logits, part)["loss"], cache
+    nats = jnp.where(part["loss_mask"] > 0, cross_entropy(logits, part["targets"])[0] * part["loss_mask"], 0)
+    return constrain(nats, None, None), cache
 
 
 def validation_cache_loss(restored: Restored, dtype, limit: int | None = None) -> CacheLoss:

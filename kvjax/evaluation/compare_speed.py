@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from kvjax.ahead_of_time import compile_train_step
 from kvjax.config import Config, ModelConfig, require, to_dict
-from kvjax.evaluation.decode_speed import STEPS, DecodeLoop, check_contexts, in_turns
+from kvjax.evaluation.decode_speed import STEPS, DecodeLoop, check_contexts, in_turns, pretended
 from kvjax.model import abstract_parameters, build_model
 from kvjax.sharding import make_mesh
 
@@ -95,7 +96,8 @@ def step_bytes(config: Config) -> int:
 
 def _decode_seconds(models: dict[str, ModelConfig], decoding: Decoding) -> dict[str, dict[int, float]]:
     """Seconds of a decode step, by name and context: of random weights, on one device."""
-    loops = {name: DecodeLoop(build_model(model), _random_weights(model), decoding.batch, max(decoding.contexts))
+    caches = partial(pretended, batch=decoding.batch, room=max(decoding.contexts))
+    loops = {name: DecodeLoop(build_model(model), _random_weights(model), caches(model))
              for name, model in models.items()}
     return in_turns(loops, decoding.contexts, decoding.rounds)
 

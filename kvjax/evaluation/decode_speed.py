@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -22,52 +23,47 @@ STEPS = 16
 
 
 class DecodeLoop:
-    """Decoding of one model, compiled for a batch and for contexts of up to `room` tokens.
+    """Decoding of one model behind contexts of several lengths."""
 
-    The cache has room for the longest context whatever the context is, as generation's has for what is to come; blocks
-    that hold nothing yet are skipped.
-    """
-
-    def __init__(self, model: Decoder, params: Any, batch: int, room: int, cache_dtype: str | None = None):
-        self._params, self._make_cache = params, partial(init_cache, model.config, batch, room, cache_dtype)
-        self._first = jnp.zeros((batch,), jnp.int32)
-        shapes = jax.eval_shape(lambda: (params, self._first, self._make_cache()))
-        self._decode = jax.jit(partial(_decode_tokens, model), donate_argnums=2).lower(*shapes).compile()
+    def __init__(self, model: Decoder, params: Any, make_cache: Callable[[int], Cache]):
+        """`make_cache`: a cache with room for `STEPS` tokens behind so many that it holds, its memory used by nothing
+        else."""
+        self._params, self._make_cache = params, make_cache
+        self._decode = jax.jit(partial(_decode_tokens, model), donate_argnums=1)
 
     def seconds(self, context: int) -> float:
         """Seconds of one step, a token for every row, on the mean of the steps that end at `context` tokens."""
-        cache = self._make_cache()
-        lengths = jnp.full_like(cache.lengths, context - STEPS)
-        cache = jax.block_until_ready(cache.replace(lengths=lengths))
+        cache = jax.block_until_ready(self._make_cache(context - STEPS))
         start = time.perf_counter()
-        jax.block_until_ready(self._decode(self._params, self._first, cache))
+        jax.block_until_ready(self._decode(self._params, cache))
         return (time.perf_counter() - start) / STEPS
 
 
-def _decode_tokens(model: Decoder, params: Any, token: Array, cache: Cache) -> tuple[Array, Cache]:
-    """The most likely `STEPS` tokens after `token` [B]: the last of them, and the cache, in the memory of the given."""
+def _decode_tokens(model: Decoder, params: Any, cache: Cache) -> tuple[Array, Cache]:
+    """The most likely `STEPS` tokens after a token 0: the last of them, and the cache, in the memory of the given."""
     def step(carry: tuple[Array, Cache], _: None):
         token, cache = carry
         logits, cache = decode(model, params, token[:, None], cache, last_only=True)
         return (logits.argmax(-1).astype(jnp.int32), cache), None
-    return jax.lax.scan(step, (token, cache), length=STEPS)[0]
+    return jax.lax.scan(step, (jnp.zeros_like(cache.lengths), cache), length=STEPS)[0]
 
 
-def decode_seconds(model: Decoder, params: Any, batch: int, contexts: Sequence[int], rounds: int = 5,
-                   cache_dtype: str | None = None) -> dict[int, float]:
-    """Median seconds over `rounds` of one decode step of `batch` rows, by tokens of context.
+def pretended(config: ModelConfig, batch: int, room: int | None = None,
+              dtype: str | None = None) -> Callable[[int], Cache]:
+    """Makes caches that hold zeros for any number of tokens: what is in them takes no part in speed.
 
-    Raises ConfigError on contexts that the model can't reach, and on what `init_cache` refuses.
+    room: tokens of all of them, blocks that hold nothing are skipped; None: each has just enough.
     """
-    check_contexts(model.config, contexts)
-    loop = DecodeLoop(model, params, batch, max(contexts), cache_dtype)
-    return in_turns({"model": loop}, contexts, rounds)["model"]
+    def make(length: int) -> Cache:
+        cache = init_cache(config, batch, room or length + STEPS, dtype)
+        return cache.replace(lengths=jnp.full_like(cache.lengths, length))
+    return jax.jit(make, static_argnums=0)
 
 
 def in_turns(loops: Mapping[str, DecodeLoop], contexts: Sequence[int], rounds: int) -> dict[str, dict[int, float]]:
     """Median seconds of a step of each, by context. They take turns: what else the machine does meets them alike."""
-    for loop in loops.values():
-        loop.seconds(min(contexts))  # what a first run does beside decoding is not timed
+    for loop, context in product(loops.values(), contexts):
+        loop.seconds(context)  # what a first run does beside decoding is not timed
     times = [{name: {n: loop.seconds(n) for n in contexts} for name, loop in loops.items()} for _ in range(rounds)]
     return {name: {n: statistics.median(found[name][n] for found in times) for n in contexts} for name in loops}
 

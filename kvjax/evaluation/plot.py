@@ -87,7 +87,7 @@ def main(command_line: Sequence[str]) -> None:
     require(args.out.suffix in (".png", ".svg", ".pdf"), f"--out is {args.out}: name a .png, .svg or .pdf file")
     require(args.out.parent.is_dir(), f"--out is {args.out}: there is no folder {args.out.parent}, make it first")
     check_plotting()
-    names = _names(args.runs)
+    names = named_runs(args.runs)
     runs = [read(folder, name) for folder, name in zip(args.runs, names, strict=True)]
     for folder, run in zip(args.runs, runs, strict=True):
         require(bool(run.losses), f"{folder} tells no loss yet: wait for its first report")
@@ -96,7 +96,7 @@ def main(command_line: Sequence[str]) -> None:
     print(f"written to {args.out}")
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def named_runs(folders: Sequence[Path]) -> list[str]:
     """The folders' names; with those of the folders that they are in if two are the same."""
     resolved = [folder.resolve() for folder in folders]
     twice = [str(folder) for folder, count in Counter(resolved).items() if count > 1]

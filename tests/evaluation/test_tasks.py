@@ -5,36 +5,20 @@ import importlib
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
+from tiny_models import CONTEXT, restored_model
 
-from kvjax import build_model
-from kvjax.attention import GroupedQuery, Kronecker, SkipV1
-from kvjax.config import Config, ConfigError, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from kvjax.attention import Kronecker
+from kvjax.config import ConfigError, MeshConfig
 from kvjax.data.tokenizers import ByteTokenizer
 from kvjax.evaluation import tasks
 from kvjax.evaluation.continuations import Line, batches_of, rounded, score_continuations
 from kvjax.evaluation.lm_eval import LanguageModel, before_stop
-from kvjax.evaluation.run import Restored
-from kvjax.model.placement import parameter_shardings
 from kvjax.sharding import make_mesh
 
-LIMIT = 48
 evaluation = importlib.import_module("eval")
-
-
-def restored_model(mesh=None, **changes):
-    """A model of random weights over bytes."""
-    settings = dict(attention=GroupedQuery(4, 2, 8), sharing=SkipV1(), vocab_size=256, layers=2, width=32,
-                    feed_forward_width=32, context_length=LIMIT, dtype="float32", output_init=1.0) | changes
-    config = Config(model=ModelConfig(**settings), train=TrainConfig(steps=1, batch_size=8),
-                    optimizer=OptimizerConfig(warmup_steps=0))
-    model, mesh = build_model(config.model), mesh or make_mesh(MeshConfig(), jax.devices()[:1])
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    return Restored(config, model, jax.device_put(params, parameter_shardings(config.model, mesh)), ByteTokenizer(), 0,
-                    mesh)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +31,7 @@ def logprobs(restored):
     """Log-probabilities [T, V] of the token behind each of T tokens, by one plain pass of fixed shape."""
     apply = jax.jit(lambda tokens: jax.nn.log_softmax(restored.model.apply({"params": restored.params}, tokens)))
     def run(tokens):
-        padded = np.zeros((1, LIMIT), np.int32)
+        padded = np.zeros((1, CONTEXT), np.int32)
         padded[0, :len(tokens)] = tokens
         return np.asarray(apply(padded)[0, :len(tokens)], np.float64)
     return run
@@ -57,7 +41,7 @@ def logprobs(restored):
 def by_hand(logprobs):
     """(sum of log-probabilities, all greedy) of a continuation, by a pass over as many tokens as fit."""
     def run(context, continuation):
-        tokens = [*context, *continuation][-LIMIT - 1:]
+        tokens = [*context, *continuation][-CONTEXT - 1:]
         found = logprobs(tokens[:-1])[-len(continuation):]
         return (found[np.arange(len(continuation)), continuation].sum(),
                 bool((found.argmax(-1) == continuation).all()))
@@ -71,7 +55,7 @@ def pairs(logprobs):
     for length, choices in ((1, 2), (5, 3), (20, 3), (70, 3), (30, 1)):
         context = random.integers(0, 256, length).tolist()
         found += [(context, random.integers(0, 256, random.integers(1, 9)).tolist()) for _ in range(choices)]
-        found.append((context, [int(logprobs(context[-LIMIT:])[-1].argmax())]))
+        found.append((context, [int(logprobs(context[-CONTEXT:])[-1].argmax())]))
     return found
 
 
@@ -100,8 +84,8 @@ def test_other_models_score_alike(pairs, changes):
     scores = score_continuations(restored.model, restored.params, pairs)
     apply = jax.jit(lambda tokens: jax.nn.log_softmax(restored.model.apply({"params": restored.params}, tokens)))
     for (context, continuation), score in zip(pairs, scores, strict=True):
-        tokens = np.zeros((1, LIMIT), np.int32)
-        kept = [*context, *continuation][-LIMIT - 1:]
+        tokens = np.zeros((1, CONTEXT), np.int32)
+        kept = [*context, *continuation][-CONTEXT - 1:]
         tokens[0, :len(kept) - 1] = kept[:-1]
         found = np.asarray(apply(tokens)[0])[len(kept) - 1 - len(continuation):len(kept) - 1]
         assert abs(found[np.arange(len(continuation)), continuation].sum() - score.logprob) < 3e-5
@@ -127,7 +111,7 @@ def test_lengths_are_rounded_up_to_few_sizes():
 
 @pytest.mark.parametrize(("pair", "message"), [
     (([], [1]), "0 tokens of context"), (([1], []), "0 of continuation"),
-    (([1], [2] * (LIMIT + 1)), f"continuation of {LIMIT + 1} tokens")])
+    (([1], [2] * (CONTEXT + 1)), f"continuation of {CONTEXT + 1} tokens")])
 def test_what_cannot_be_scored_is_refused(restored, pair, message):
     with pytest.raises(ConfigError, match=message):
         score_continuations(restored.model, restored.params, [pair])
@@ -151,16 +135,16 @@ def test_a_choice_without_text_is_refused(restored):
         LanguageModel(restored).loglikelihood(instances("loglikelihood", ("Which?", "")))
 
 
-@pytest.mark.parametrize("length", [0, 1, LIMIT, LIMIT + 1, 3 * LIMIT - 5])
+@pytest.mark.parametrize("length", [0, 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT - 5])
 def test_whole_texts_count_every_token_once(restored, logprobs, length):
     """The first window begins with end-of-text; each later token is predicted from as many before it as fit."""
     text = "".join(map(chr, np.random.default_rng(length).integers(97, 122, length)))
     (found,) = LanguageModel(restored).loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
     tokens, wanted = [ByteTokenizer.eos_id, *text.encode()], 0.0
-    for start in range(0, length, LIMIT):
-        end = min(start + LIMIT, length)  # tokens start .. end - 1 of the text, whose window ends with them
-        seen = tokens[max(0, end - LIMIT):end]
-        wanted += logprobs(seen)[np.arange(len(seen)), tokens[max(0, end - LIMIT) + 1:end + 1]][start - end:].sum()
+    for start in range(0, length, CONTEXT):
+        end = min(start + CONTEXT, length)  # tokens start .. end - 1 of the text, whose window ends with them
+        seen = tokens[max(0, end - CONTEXT):end]
+        wanted += logprobs(seen)[np.arange(len(seen)), tokens[max(0, end - CONTEXT) + 1:end + 1]][start - end:].sum()
     assert found == pytest.approx(wanted, abs=1e-4)
 
 
@@ -174,8 +158,8 @@ def test_generated_texts_end_at_the_first_stop(restored):
     stop = whole[1][2:4]
     assert ask(max_gen_toks=12, until=[stop, ""]) == [before_stop(text, [stop]) for text in whole]
     assert stop not in ask(max_gen_toks=12, until=stop)[1]
-    with pytest.raises(ConfigError, match=f"max_gen_toks is {LIMIT}"):
-        ask(max_gen_toks=LIMIT, until=[])
+    with pytest.raises(ConfigError, match=f"max_gen_toks is {CONTEXT}"):
+        ask(max_gen_toks=CONTEXT, until=[])
 
 
 ROWS = {"arc_easy": [{"query": "Question: One?", "choices": ["it", "is not"], "gold": 0},
