@@ -169,7 +169,9 @@ def markdown(settings: dict[str, Any], results: Sequence[ContextResult]) -> str:
              "(mean over tokens):", _by_ratio(results, "kl"),
              f"Perplexity of the continuations; with the full cache {full}:", _by_ratio(results, "perplexity"),
              "Relative error of attention outputs for the queries of the continuations (RMS, mean over layers):",
-             _by_ratio(results, "far_error"), _times(results), _by_ratio(results, "seconds"), _bytes(results)]
+             _by_ratio(results, "far_error"), "The same for the calibration queries, which fits are made for; less "
+             "here than above is what a fit learned of these queries alone:", _by_ratio(results, "near_error"),
+             _times(results), _by_ratio(results, "seconds"), _bytes(results)]
     if any(m.bound for m in results[0].measured):
         parts += [_drift(results), "Folding's change of attention outputs with the same values and keys not rounded, "
                   "and its bound (RMS relative to the outputs with biases, mean over layers; near: calibration "

@@ -118,6 +118,7 @@ def _zoom(axes: Any, found: dict[str, list[Curves]]) -> None:
 
 def plot_decoding(results: Sequence[ConfigResult], looks: dict[str, dict[str, Any]], path: Path) -> None:
     """Tokens decoded per second against tokens of context."""
+    from matplotlib.ticker import LogLocator
     figure = new_figure(9, 5.6)
     axes, ends = figure.subplots(), {}
     for result in results:
@@ -130,7 +131,8 @@ def plot_decoding(results: Sequence[ConfigResult], looks: dict[str, dict[str, An
           "tokens per second, all sequences")
     axes.set_yscale("log")
     powers_of_two(axes, taken.decode_seconds)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.minorticks_off()
     label_ends(axes, ends, looks)
     save(figure, path)
